@@ -1,0 +1,313 @@
+"""Carries work between threads and event loops, so that a backend's author writes one face only.
+
+Whatever takes time is a `concurrent.futures.Future`. A synchronous caller blocks on it, an
+asynchronous one awaits it, and that is the only difference between the two: code that waits is
+written once, as a coroutine that is given `block` or `suspend` (`drive` runs it with `block`).
+
+Coroutines of backends all run on one event loop in a daemon thread of core's own. So a backend has
+one client session, and never meets a second loop, whoever calls it from wherever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from types import GeneratorType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+__all__ = [
+    "Wait",
+    "Work",
+    "block",
+    "core_loop",
+    "drive",
+    "in_thread",
+    "on_core_loop",
+    "pump",
+    "pump_async",
+    "run",
+    "submit",
+    "suspend",
+]
+
+T = TypeVar("T")
+
+
+# -- the loop ---------------------------------------------------------------------------------
+
+_start_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_thread: threading.Thread | None = None
+
+
+def core_loop() -> asyncio.AbstractEventLoop:
+    """Core's event loop; its thread starts with the first call."""
+    global _loop, _loop_thread
+    with _start_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            _loop_thread = threading.Thread(
+                target=_loop.run_forever, name="iaop-core-loop", daemon=True
+            )
+            _loop_thread.start()
+        return _loop
+
+
+def on_core_loop() -> bool:
+    """Whether the caller runs on core's event loop."""
+    return threading.current_thread() is _loop_thread
+
+
+def _forget_loop() -> None:
+    # Threads do not survive a fork: the child gets a loop of its own when it needs one.
+    global _loop, _loop_thread, _start_lock
+    _start_lock = threading.Lock()
+    _loop = _loop_thread = None
+
+
+@atexit.register
+def _stop_loop() -> None:
+    loop, thread = _loop, _loop_thread
+    if loop is None or thread is None or not thread.is_alive():
+        return
+
+    async def cancel_rest() -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=1)
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(cancel_rest(), loop)
+    thread.join(2)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_loop)
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run the coroutine on core's loop. Cancelling the future cancels its task."""
+    return asyncio.run_coroutine_threadsafe(coroutine, core_loop())
+
+
+def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    """Run the coroutine on core's loop and wait for its result.
+
+    Raises `TimeoutError`, having cancelled it, after `timeout_s`, and `RuntimeError` on core's loop
+    itself, which would wait for ever.
+    """
+    return drive(block(submit(coroutine), timeout_s))
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run the function in a daemon thread, with the caller's context variables.
+
+    A daemon, because an engine that hangs must not keep the process from ending.
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = context.run(function)
+        except BaseException as error:  # a SystemExit, too, belongs to the caller
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="iaop-work", daemon=True).start()
+    return future
+
+
+# -- waiting ----------------------------------------------------------------------------------
+
+
+class Wait(Protocol):
+    """Waits for a future, `timeout_s` at most; after a `TimeoutError` the future is cancelled.
+
+    A future that was resolved in the very moment of a time-out or a cancellation is not: who can't
+    afford to lose its result asks `future.cancel()`, which then is False.
+    """
+
+    async def __call__(self, future: Future[T], timeout_s: float | None = None) -> T: ...
+
+
+async def block(future: Future[T], timeout_s: float | None = None) -> T:
+    """Wait by blocking the thread; a coroutine that only waits so never suspends."""
+    try:
+        if on_core_loop() and not future.done():
+            raise RuntimeError(
+                "a blocking call on iaop-core's event loop would wait for itself; "
+                "await the asynchronous method instead"
+            )
+        return future.result(timeout_s)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
+    """Wait by suspending the running task."""
+    if future.done():
+        return future.result()
+    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+
+
+def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose waits all block."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    coroutine.close()
+    raise RuntimeError("a coroutine that was to block has suspended")
+
+
+# -- streams of work --------------------------------------------------------------------------
+
+
+class Work(Generic[T]):
+    """Something under way elsewhere that yields items: `next()` waits for one, `cancel()` ends it.
+
+    One consumer at a time. As a context manager it cancels at the end. `on_end` is called once,
+    when the work has really ended, which may be after the consumer has gone.
+    """
+
+    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._ready: deque[Future[T | None]] = deque()
+        self._waiting: Future[T | None] | None = None
+        self._ended = False
+        self._on_end = on_end
+        self._stop: Callable[[], None] = lambda: None
+
+    def next(self) -> Future[T | None]:
+        """The next item; None when the work has ended; or the error that ended it, once."""
+        with self._lock:
+            if self._ready:
+                return self._ready.popleft()
+            future: Future[T | None] = Future()
+            if self._ended:
+                future.set_result(None)
+            else:
+                self._waiting = future
+            return future
+
+    def cancel(self) -> None:
+        """End the work, soon; does nothing when it has ended."""
+        if not self._ended:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.cancel()
+
+    def _resolve(self, settle: Callable[[Future[T | None]], None], *, last: bool) -> None:
+        with self._lock:
+            self._ended = self._ended or last
+            future, self._waiting = self._waiting, None
+            if future is None or not future.set_running_or_notify_cancel():
+                future = Future()
+                self._ready.append(future)
+        settle(future)
+
+    def _put(self, item: T) -> None:
+        self._resolve(lambda future: future.set_result(item), last=False)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        try:
+            if error is None:
+                self._resolve(lambda future: future.set_result(None), last=True)
+            else:
+                self._resolve(lambda future: future.set_exception(error), last=True)
+        finally:
+            if self._on_end is not None:
+                self._on_end()
+
+
+def pump(start: Callable[[], Iterable[T]], on_end: Callable[[], None] | None = None) -> Work[T]:
+    """Consume `start()` in a thread. A cancelled generator is closed after its next item.
+
+    An iterator that is no generator and has a `close` is closed at once, from the thread that
+    cancels: so an author makes a slow engine stop promptly.
+    """
+    work: Work[T] = Work(on_end)
+    cancelled = threading.Event()
+    iterator: Iterator[T] | None = None
+
+    def close() -> None:
+        close_iterator = getattr(iterator, "close", None)
+        if close_iterator is not None:
+            close_iterator()
+
+    def stop() -> None:
+        cancelled.set()
+        if not isinstance(iterator, GeneratorType):
+            close()
+
+    def consume() -> None:
+        nonlocal iterator
+        try:
+            iterator = iter(start())
+            try:
+                while not cancelled.is_set():
+                    try:
+                        item = next(iterator)
+                    except StopIteration:
+                        break
+                    work._put(item)
+            finally:
+                close()
+        except BaseException as error:
+            work._end(error)
+        else:
+            work._end()
+
+    work._stop = stop
+    in_thread(consume)
+    return work
+
+
+def pump_async(
+    start: Callable[[], AsyncIterable[T]], on_end: Callable[[], None] | None = None
+) -> Work[T]:
+    """Consume `start()` on core's loop. Cancelling the work cancels its task."""
+    work: Work[T] = Work(on_end)
+    loop = core_loop()
+    task: asyncio.Task[None] | None = None
+
+    async def consume() -> None:
+        items = start()
+        try:
+            async for item in items:
+                work._put(item)
+        finally:
+            if hasattr(items, "aclose"):
+                await items.aclose()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        work._end(asyncio.CancelledError() if task.cancelled() else task.exception())
+
+    def begin() -> None:
+        nonlocal task
+        task = loop.create_task(consume())
+        task.add_done_callback(ended)  # unlike a finally, runs for a task that never began
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(lambda: task.cancel() if task else None)
+
+    work._stop = stop
+    loop.call_soon_threadsafe(begin, context=contextvars.copy_context())
+    return work
