@@ -1,0 +1,72 @@
+"""Rules of what a backend declares, and that it keeps to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from iaop_core.backend import InferenceBackend
+from iaop_core.capabilities import BackendCapabilities
+from iaop_core.contract.subject import ContractRules, ContractSubject
+from iaop_core.errors import CapabilityNotSupportedError
+from iaop_core.messages import PARAM_NAMES
+
+__all__ = ["CapabilitiesContract"]
+
+_SAMPLES: dict[str, Any] = {
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.05,
+    "stop": ["\n\n\n"],
+    "seed": 7,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {5: -1.0},
+}
+
+
+class CapabilitiesContract(ContractRules):
+    def test_capabilities_are_declared_before_load(self, unloaded: InferenceBackend) -> None:
+        capabilities = unloaded.capabilities
+        assert isinstance(capabilities, BackendCapabilities)
+        assert capabilities.max_concurrency >= 1
+        assert "text" in capabilities.modalities
+
+    def test_name_is_that_of_the_results(
+        self, subject: ContractSubject, loaded: InferenceBackend
+    ) -> None:
+        result = loaded.infer(subject.prompt, params=subject.params_for(loaded))
+        assert result.backend_name == loaded.name
+
+    def test_declared_parameters_are_known_ones(self, unloaded: InferenceBackend) -> None:
+        assert unloaded.capabilities.params <= PARAM_NAMES
+        assert "max_tokens" in unloaded.capabilities.params
+
+    def test_samples_cover_every_parameter(self) -> None:
+        assert _SAMPLES.keys() == PARAM_NAMES
+
+    @pytest.mark.parametrize("name", sorted(PARAM_NAMES))
+    def test_parameter_is_honoured_or_refused_by_name(
+        self, subject: ContractSubject, loaded: InferenceBackend, name: str
+    ) -> None:
+        params = {**subject.params_for(loaded), name: _SAMPLES[name]}
+        if name in loaded.capabilities.params:
+            assert loaded.infer(subject.prompt, params=params).model_id
+            return
+        with pytest.raises(CapabilityNotSupportedError) as caught:
+            loaded.infer(subject.prompt, params=params)
+        assert caught.value.capability == name
+        assert name in str(caught.value)
+
+    def test_modality_that_is_not_declared_is_refused(
+        self, subject: ContractSubject, loaded: InferenceBackend
+    ) -> None:
+        if "image" in loaded.capabilities.modalities:
+            pytest.skip("the backend takes images")
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+        with pytest.raises(CapabilityNotSupportedError):
+            loaded.infer([{"role": "user", "content": [image]}])
