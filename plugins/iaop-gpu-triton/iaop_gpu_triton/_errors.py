@@ -1,0 +1,182 @@
+"""What Triton, gRPC and aiohttp report, as core's errors: the most specific one wins."""
+
+from __future__ import annotations
+
+import re
+
+from iaop_core.errors import (
+    BackendProtocolError,
+    BackendTimeoutError,
+    BackendUnavailableError,
+    ContextLengthExceededError,
+    CredentialsRefusedError,
+    IaopError,
+    InvalidRequestError,
+    ModelLoadError,
+    RateLimitedError,
+    StreamInterruptedError,
+)
+
+from iaop_gpu_triton.settings import NAME
+
+_SHOWN_CHARACTERS = 300
+_NEVER_CONNECTED = re.compile(r"failed to connect|name resolution|DNS resolution", re.IGNORECASE)
+_UNKNOWN_MODEL = re.compile(
+    r"unknown model|has no available versions|is not ready|failed to poll", re.IGNORECASE
+)
+_LOADING_NOT_ALLOWED = re.compile(r"explicit model load / unload is not allowed", re.IGNORECASE)
+_QUEUE_FULL = re.compile(r"exceeds maximum queue size|max queue size", re.IGNORECASE)
+_BAD_TENSORS = re.compile(
+    r"unexpected inference input|expected number of inputs|"
+    r"unexpected (?:shape|datatype)|but got \d+ inputs",
+    re.IGNORECASE,
+)
+# vLLM's two wordings: "maximum context length is N tokens", and "prompt (length P) is longer than
+# the maximum model length of N".
+_TOO_LONG = re.compile(
+    r"maximum context length is (?P<a>\d+)|"
+    r"\(length (?P<prompt>\d+)\) is longer than the maximum model length of (?P<b>\d+)"
+)
+
+
+class LoadingNotAllowedError(ModelLoadError):
+    """The server's control mode refuses the repository API's load and unload."""
+
+
+def quoted(message: str | None, prompt: str = "") -> str:
+    """A server's own words for an error: one line, of bounded length, without the prompt."""
+    text = message or "no message"
+    if len(prompt) > 3:  # a shorter one is in any message by chance
+        text = text.replace(prompt, "[prompt]")
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def inference_error(message: str, *, server: str, model: str, prompt: str) -> IaopError:
+    """The error that a server answered to an inference, by its words: a stream has no status."""
+    if found := _TOO_LONG.search(message):
+        numbers = found.groupdict()
+        return ContextLengthExceededError(
+            f"the prompt is too long for model {model!r}: {quoted(message, prompt)}",
+            backend=NAME,
+            param="prompt",
+            prompt_tokens=_number(numbers["prompt"]),
+            context_tokens=_number(numbers["a"] or numbers["b"]),
+        )
+    said = f"the Triton server at {server} says: {quoted(message, prompt)}"
+    if _UNKNOWN_MODEL.search(message):
+        return BackendUnavailableError(
+            f"model {model!r} is not ready (any more); {said}", backend=NAME
+        )
+    if _QUEUE_FULL.search(message):
+        return RateLimitedError(f"the queue of model {model!r} is full; {said}", backend=NAME)
+    if _BAD_TENSORS.search(message):
+        return BackendProtocolError(
+            f"the tensors of model {model!r} are not those that it had when it was loaded; "
+            f"call load_model() again; {said}",
+            backend=NAME,
+        )
+    return BackendUnavailableError(
+        f"model {model!r} failed; {said}", backend=NAME, may_have_run=True
+    )
+
+
+def load_error(message: str, *, server: str, model: str) -> IaopError:
+    """The error that a server answered to a question about a model or to its loading."""
+    said = f"the Triton server at {server} says: {quoted(message)}"
+    if _LOADING_NOT_ALLOWED.search(message):
+        return LoadingNotAllowedError(
+            f"model {model!r} can't be loaded or unloaded by its clients; {said}",
+            backend=NAME,
+            model=model,
+        )
+    if _UNKNOWN_MODEL.search(message):
+        return ModelLoadError(
+            f"there is no model {model!r} to use; {said}", backend=NAME, model=model
+        )
+    return ModelLoadError(f"model {model!r} can't be loaded; {said}", backend=NAME, model=model)
+
+
+def unreachable(server: str, reason: str | None) -> BackendUnavailableError:
+    """No connection came about, so that nothing was begun."""
+    return BackendUnavailableError(
+        f"the Triton server at {server} can't be reached: {quoted(reason)}; check server_url, and "
+        "that the server runs",
+        backend=NAME,
+    )
+
+
+def lost(server: str, reason: str | None, *, answering: bool) -> IaopError:
+    """The connection broke, before or after the first response."""
+    if answering:
+        return StreamInterruptedError(
+            f"the Triton server at {server} was lost in the middle of an answer: {quoted(reason)}",
+            backend=NAME,
+        )
+    return BackendUnavailableError(
+        f"the Triton server at {server} was lost before it answered: {quoted(reason)}",
+        backend=NAME,
+        may_have_run=True,
+    )
+
+
+def ended_early(server: str, model: str) -> StreamInterruptedError:
+    """The stream ended in order, as far as the protocol goes, without the answer's end."""
+    return StreamInterruptedError(
+        f"the Triton server at {server} closed the stream of model {model!r} without the end of "
+        "the answer; what came of it is not complete",
+        backend=NAME,
+    )
+
+
+def timed_out(server: str, timeout_s: float, what: str) -> BackendTimeoutError:
+    return BackendTimeoutError(
+        f"no {what} from the Triton server at {server} within {timeout_s * 1000:.0f} ms",
+        backend=NAME,
+        timeout_ms=timeout_s * 1000,
+    )
+
+
+def credentials_refused(server: str, message: str | None) -> CredentialsRefusedError:
+    return CredentialsRefusedError(
+        f"the Triton server at {server}, or a proxy before it, refuses this client: "
+        f"{quoted(message)}",
+        backend=NAME,
+    )
+
+
+def status_error(
+    status: str, message: str | None, *, server: str, timeout_s: float | None, answering: bool
+) -> IaopError:
+    """The error for a gRPC status by its name, such as `UNAVAILABLE`."""
+    if status == "UNAVAILABLE" and _NEVER_CONNECTED.search(message or ""):
+        return unreachable(server, message)
+    if status in ("UNAVAILABLE", "CANCELLED", "ABORTED", "INTERNAL", "UNKNOWN", "DATA_LOSS"):
+        return lost(server, message, answering=answering)
+    if status == "DEADLINE_EXCEEDED":
+        return timed_out(server, timeout_s or 0, "answer")
+    if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        return credentials_refused(server, message)
+    if status == "RESOURCE_EXHAUSTED":
+        if "larger than max" in (message or ""):
+            return InvalidRequestError(
+                f"a message is too large for the Triton server at {server} or a proxy before it: "
+                f"{quoted(message)}",
+                backend=NAME,
+                param="prompt",
+            )
+        return RateLimitedError(
+            f"the Triton server at {server} asks for fewer calls: {quoted(message)}", backend=NAME
+        )
+    if status == "UNIMPLEMENTED":
+        return BackendProtocolError(
+            f"the server at {server} does not speak Triton's protocol: {quoted(message)}",
+            backend=NAME,
+        )
+    return BackendProtocolError(
+        f"the Triton server at {server} answered {status}: {quoted(message)}", backend=NAME
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
