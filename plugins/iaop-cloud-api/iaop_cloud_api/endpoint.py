@@ -113,6 +113,8 @@ class Endpoint:
                         started = True
                         if text := reply.read(data):
                             yield text
+                        if reply.done:
+                            break
                     if started and not trailing:
                         trailing = reply.finished
                         limit_ms = _TRAILER_MS if trailing else self._settings.idle_timeout_ms
@@ -353,7 +355,7 @@ class Endpoint:
 
     def _proxy(self) -> str | None:
         proxy = self._settings.proxy
-        if proxy is None or isinstance(proxy, str):
+        if isinstance(proxy, str):
             return proxy or None
         address = proxy.reveal()
         if urlsplit(address).scheme not in ("http", "https"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -15,17 +15,15 @@ from iaop_core.messages import PARAM_NAMES
 
 __all__ = ["STANDARD_PARAMS", "CloudApiSettings", "capabilities_of", "sendable"]
 
-STANDARD_PARAMS = frozenset(
-    {
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "stop",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    }
+STANDARD_PARAMS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
 )
 """The generation parameters that the chat-completions API itself has."""
 
@@ -40,30 +38,22 @@ _OWN_HEADERS = {
     "host",
     "transfer-encoding",
 }
-_REFERENCE = "${"
 
 
 def _as_secret(value: Secret | str | None) -> Secret | None:
     return Secret(value) if isinstance(value, str) else value
 
 
-def _as_headers(headers: Mapping[str, Secret | str]) -> dict[str, Secret | str]:
-    return {
-        name: Secret(value) if isinstance(value, str) and _REFERENCE in value else value
-        for name, value in dict(headers).items()
-    }
+def _as_text_or_secret(value: str | Secret) -> str | Secret:
+    return Secret(value) if isinstance(value, str) and "${" in value else value
+
+
+def _as_headers(headers: Mapping[str, str | Secret]) -> dict[str, str | Secret]:
+    return {name: _as_text_or_secret(value) for name, value in headers.items()}
 
 
 def _as_url(url: str) -> str:
     return str(url).rstrip("/")
-
-
-def _as_proxy(proxy: Secret | str | None) -> Secret | str | None:
-    return Secret(proxy) if isinstance(proxy, str) and _REFERENCE in proxy else proxy or None
-
-
-def _as_names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names)
 
 
 def _check_url(settings: CloudApiSettings, attribute: Attribute[str], url: str) -> None:
@@ -103,8 +93,8 @@ def _names_only(headers: Mapping[str, object]) -> str:
     return "{" + ", ".join(f"{name!r}: ***" for name in headers) + "}"
 
 
-def _check_proxy(_settings: object, attribute: Any, proxy: Secret | str | None) -> None:
-    if isinstance(proxy, str):
+def _check_proxy(_settings: object, attribute: Any, proxy: str | Secret) -> None:
+    if proxy and isinstance(proxy, str):
         _split_url(proxy, attribute.name)
 
 
@@ -122,8 +112,8 @@ def _check_headers(settings: CloudApiSettings, _: object, headers: Mapping[str, 
             raise ValuesError(f"headers.{name} is a text or a reference", path="headers")
 
 
-def _check_params(_settings: object, _attribute: object, params: frozenset[str]) -> None:
-    if unknown := sorted(params - PARAM_NAMES):
+def _check_params(_settings: object, _attribute: object, params: tuple[str, ...]) -> None:
+    if unknown := sorted(set(params) - PARAM_NAMES):
         raise ValuesError(
             f"params has unknown names: {', '.join(unknown)}; "
             f"known are {', '.join(sorted(PARAM_NAMES))}",
@@ -182,7 +172,7 @@ class CloudApiSettings:
     organization: str = field(default="", validator=_check_organization)
     """Sent as `OpenAI-Organization`."""
 
-    headers: Mapping[str, Secret | str] = field(
+    headers: Mapping[str, str | Secret] = field(
         factory=dict,
         converter=_as_headers,
         validator=_check_headers,
@@ -190,7 +180,7 @@ class CloudApiSettings:
     )
     """Further headers of each request. A value may be a reference to a secret."""
 
-    proxy: Secret | str | None = field(default=None, converter=_as_proxy, validator=_check_proxy)
+    proxy: str | Secret = field(default="", converter=_as_text_or_secret, validator=_check_proxy)
     """Address of an HTTP proxy. One with a password is given by reference."""
 
     ca_file: str | None = None
@@ -225,8 +215,8 @@ class CloudApiSettings:
     )
     """The name by which the endpoint reads that limit."""
 
-    params: frozenset[str] = field(
-        default=STANDARD_PARAMS, converter=_as_names, validator=_check_params
+    params: tuple[str, ...] = field(
+        default=STANDARD_PARAMS, converter=tuple, validator=_check_params
     )
     """Generation parameters that the endpoint honours; any other is refused."""
 
@@ -248,6 +238,6 @@ def capabilities_of(settings: CloudApiSettings) -> BackendCapabilities:
         streaming=True,
         max_concurrency=settings.max_concurrency,
         on_premises=settings.on_premises,
-        params=settings.params | {"max_tokens"},
+        params=frozenset((*settings.params, "max_tokens")),
         offline_mode=True,
     )

@@ -140,7 +140,7 @@ def _extract(wheel: Path, path: Path) -> None:
 
 
 def _serve(api_key: str | None) -> None:
-    import xllamacpp  # only the server's own process pays for the engine
+    import xllamacpp  # type: ignore[import-untyped]  # only the server's own process pays for the engine
 
     # llama.cpp logs to standard output: keep that for the one JSON line.
     answer = os.fdopen(os.dup(1), "w")
