@@ -58,6 +58,11 @@ class InferenceBackend(ABC):
     def capabilities(self) -> BackendCapabilities:
         """What the backend can do; answering touches no device and no network."""
 
+    @property
+    def offline(self) -> bool:
+        """Whether answers come from the offline kernel; a backend with an offline mode says so."""
+        return False
+
     @abstractmethod
     def load_model(self, model_id: str = "") -> None:
         """Load or bind a model; an empty id means the configured default.

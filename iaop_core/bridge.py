@@ -110,14 +110,14 @@ def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
 def in_thread(function: Callable[[], T]) -> Future[T]:
     """Run the function in a daemon thread, with the caller's context variables.
 
-    A daemon, because an engine that hangs must not keep the process from ending.
+    A daemon, because an engine that hangs must not keep the process from ending. The future can't
+    be cancelled: several callers may wait for it, and one that gives up leaves it to the others.
     """
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
     context = contextvars.copy_context()
 
     def work() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
         try:
             result = context.run(function)
         except BaseException as error:  # a SystemExit, too, belongs to the caller

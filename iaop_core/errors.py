@@ -87,6 +87,11 @@ class IaopError(Exception):
         """Whether trying another backend is safe and could help: no work was begun."""
         return False
 
+    @property
+    def may_retry(self) -> bool:
+        """Whether trying the same backend again, a little later, is safe and could help."""
+        return False
+
 
 class RequestError(IaopError):
     """The request can't be served as it is; sending it again changes nothing."""
@@ -223,16 +228,28 @@ class BackendUnavailableError(ServiceError, ConnectionError):
     """The backend can't be reached, has no free slot, or failed.
 
     `may_have_run` is true when the backend may have accepted the request, so that sending it again
-    could do, and bill, the work twice.
+    could do, and bill, the work twice. `busy` is true when it is well but has no room for the call.
     """
 
-    def __init__(self, message: str = "", *, backend: str = "", may_have_run: bool = False) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        backend: str = "",
+        may_have_run: bool = False,
+        busy: bool = False,
+    ) -> None:
         super().__init__(message, backend=backend)
         self.may_have_run = may_have_run
+        self.busy = busy
 
     @property
     def may_fail_over(self) -> bool:
         return not self.may_have_run
+
+    @property
+    def may_retry(self) -> bool:
+        return not self.may_have_run and not self.busy
 
 
 class BackendTimeoutError(ServiceError, TimeoutError):
@@ -256,6 +273,10 @@ class RateLimitedError(ServiceError, ConnectionError):
 
     @property
     def may_fail_over(self) -> bool:
+        return True
+
+    @property
+    def may_retry(self) -> bool:
         return True
 
 
