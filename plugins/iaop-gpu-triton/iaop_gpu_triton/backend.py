@@ -91,6 +91,7 @@ class GpuTritonBackend(InferenceBackend):
         self._transport: Transport | None = None
         self._loaded: _LoadedModel | None = None
         self._lifecycle = asyncio.Lock()
+        self._limits: set[asyncio.Timeout] = set()
 
     def __repr__(self) -> str:
         model = self._loaded.name if self._loaded else self._settings.model_name
@@ -251,8 +252,14 @@ class GpuTritonBackend(InferenceBackend):
 
     async def _close_transport(self) -> None:
         transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        if transport is None:
+            return
+        for limit in self._limits:  # calls under way end here and now
+            if not limit.expired():
+                limit.reschedule(0)
+        while self._limits:  # noqa: ASYNC110 - a matter of a few rounds of the loop
+            await asyncio.sleep(0)
+        await transport.close()
 
     def _is_loaded(self) -> bool:
         if self._kernel is not None:
@@ -337,7 +344,14 @@ class GpuTritonBackend(InferenceBackend):
             max_tokens=max_tokens,
             needs_reason=loaded.contract.tells_finish_reason,
         )
-        tensors = loaded.contract.request(text, wanted, max_tokens=max_tokens, streamed=streamed)
+        tensors = loaded.contract.request(
+            text,
+            wanted,
+            max_tokens=max_tokens,
+            # A server that looks after its client only when it sends should send often: else a
+            # plain answer that nobody waits for any more would be made to its end.
+            streamed=streamed or not transport.cancels_at_once,
+        )
         responses = self._responses(transport, loaded.name, tensors, streamed=streamed)
         async with aclosing(responses):
             async for response in responses:
@@ -356,14 +370,22 @@ class GpuTritonBackend(InferenceBackend):
         responses = transport.generate(model, self._settings.model_version, tensors)
         async with aclosing(responses):
             while True:
+                if transport is not self._transport:
+                    raise self._gone(answering)
+                limit = asyncio.timeout_at(deadline)
+                self._limits.add(limit)
                 try:
-                    async with asyncio.timeout_at(deadline):
+                    async with limit:
                         response = await anext(responses, None)
                 except IaopError:  # of which one is a TimeoutError
                     raise
                 except TimeoutError as error:
+                    if transport is not self._transport:
+                        raise self._gone(answering) from error
                     what = "further response" if answering else "response"
                     raise self._out_of_time(transport, what if streamed else "answer") from error
+                finally:
+                    self._limits.discard(limit)
                 if response is None:
                     return
                 answering = True
@@ -373,12 +395,15 @@ class GpuTritonBackend(InferenceBackend):
 
     def _out_of_time(self, transport: Transport, what: str) -> IaopError:
         connected = transport.is_connected()
-        if transport is self._transport:
-            transport.reconnect()  # the peer may be gone without a word
+        transport.reconnect()  # the peer may be gone without a word
         if not connected:
             ms = self._settings.timeout_ms
             return _errors.unreachable(self._address.host_port, f"no connection within {ms} ms")
         return _errors.timed_out(self._address.host_port, self._timeout_s, what)
+
+    def _gone(self, answering: bool) -> IaopError:
+        reason = "the backend was unloaded"
+        return _errors.lost(self._address.host_port, reason, answering=answering)
 
 
 def _version(version: str) -> str:

@@ -64,6 +64,8 @@ _FORMATS = {
 class GrpcTransport:
     """A `Transport` over gRPC; `address` is `host:port`."""
 
+    cancels_at_once = True
+
     def __init__(self, address: str) -> None:
         self._address = address
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
@@ -139,14 +141,6 @@ class GrpcTransport:
                     return
         except grpc.aio.AioRpcError as error:
             raise self._failed(error, channel, None, answering=answering) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not the caller was cancelled but the call, by the closing of its channel.
-            raise _errors.lost(
-                self._address, "the backend was unloaded or closed", answering=answering
-            ) from None
         finally:
             call.cancel()
         # A server that never tells whether a response is the last one ends by closing the stream.

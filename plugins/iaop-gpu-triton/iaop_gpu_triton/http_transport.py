@@ -8,6 +8,7 @@ extension; what else it has is a handful of JSON requests, so aiohttp does all o
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -24,11 +25,14 @@ from iaop_gpu_triton.tensors import ModelMetadata, ModelState, Response, Tensor,
 _LINE_END = re.compile(rb"\r\n|\r|\n")  # U+2028 and U+0085 are text
 _NOT_OUTPUTS = frozenset({"model_name", "model_version", "id"})
 _STATUS_NAMES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 429: "RESOURCE_EXHAUSTED"}
+_LARGE_BYTES = 1 << 20
 _GATEWAY_STATUSES = frozenset({502, 503, 504})
 
 
 class HttpTransport:
     """A `Transport` over HTTP; `address` is `host:port`."""
+
+    cancels_at_once = False
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -119,7 +123,7 @@ class HttpTransport:
 
         try:
             # Leaving the block before the end of the body closes the connection.
-            async with self._session.post(url, data=body) as answer:
+            async with self._session.post(url, data=_in_pieces(body)) as answer:
                 if answer.status != 200:
                     text = await answer.read()
                     message = _error_in(text)
@@ -194,6 +198,11 @@ class _Lines:
         for line in whole:
             if line.startswith(b"data:"):
                 yield line[5:]
+
+
+def _in_pieces(body: bytes) -> bytes | io.BytesIO:
+    """A large body in a form that aiohttp sends without holding up the event loop."""
+    return io.BytesIO(body) if len(body) > _LARGE_BYTES else body
 
 
 def _path(model: str, version: str) -> str:

@@ -16,6 +16,9 @@ class Transport(Protocol):
     `CredentialsRefusedError`; `ModelLoadError` where a model is unknown or can't be loaded.
     """
 
+    cancels_at_once: bool
+    """Whether the server notices at once that a call was left, or when it next sends something."""
+
     async def server_live(self, *, timeout_s: float) -> bool: ...
 
     async def model_ready(self, model: str, version: str, *, timeout_s: float) -> bool: ...

@@ -35,6 +35,7 @@ class Script:
     end_after_error = True  # send the final flag with the error
     end = "flag_on_last"  # or "empty_final", or "never": no final flag for UNENDED_S
     split_bytes = 0  # send the text in pieces of that many bytes
+    raw_hex = ""  # send these bytes instead of the tokens
     omit_output = False  # leave text_output out of the responses
 
     def __init__(self, prompt):
@@ -141,6 +142,8 @@ class Job:
 
     def parts(self):
         """The pieces to send as (bytes, tokens in it, is the last)."""
+        if self.script.raw_hex:
+            return [(bytes.fromhex(self.script.raw_hex), 1, True)]
         pieces = [(text.encode(), 1) for text in self.texts]
         if not self.streaming:
             whole = b"".join(piece for piece, _ in pieces)

@@ -1,0 +1,90 @@
+"""Settings, the server's address, and the plugin's hook."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from attrs import asdict, fields
+from iaop_core.errors import ValuesError
+
+from iaop_gpu_triton import GpuTritonBackend, GpuTritonSettings
+from iaop_gpu_triton.address import ServerAddress
+from iaop_gpu_triton.plugin import iaop_backends
+
+
+@pytest.mark.parametrize(
+    ("url", "prefer_grpc", "address"),
+    [
+        ("triton:8001", True, "grpc://triton:8001"),
+        ("triton:8000", False, "http://triton:8000"),
+        ("triton", True, "grpc://triton:8001"),
+        ("triton", False, "http://triton:8000"),
+        ("http://triton:9000", True, "http://triton:9000"),
+        ("http://triton/", True, "http://triton:8000"),
+        ("grpc://10.0.0.7:9001", False, "grpc://10.0.0.7:9001"),
+        ("[::1]:8001", True, "grpc://[::1]:8001"),
+    ],
+)
+def test_server_url_tells_protocol_and_address(url: str, prefer_grpc: bool, address: str) -> None:
+    assert str(ServerAddress.from_url(url, prefer_grpc=prefer_grpc)) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "triton:port", "ftp://triton", "https://triton", "grpcs://triton", "http://triton/v2",
+     "http://user:hunter2@triton", "http://:hunter2@triton", "triton:8001?key=hunter2"],
+)  # fmt: skip
+def test_server_url_that_cannot_be_used_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(ValueError, match="server_url") as caught:
+        GpuTritonBackend(url)
+    assert "hunter2" not in str(caught.value)
+    if url:
+        assert isinstance(caught.value, ValuesError)
+
+
+@pytest.mark.parametrize("name", ["max_concurrency", "timeout_ms", "max_tokens"])
+def test_setting_out_of_range_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        GpuTritonBackend(**{name: 0})
+
+
+def test_backend_takes_the_settings_with_their_defaults() -> None:
+    parameters = inspect.signature(GpuTritonBackend).parameters
+    assert {name: p.default for name, p in parameters.items()} == asdict(GpuTritonSettings())
+    assert list(parameters) == [field.name for field in fields(GpuTritonSettings)]
+
+
+def test_plugin_offers_the_backend_and_makes_it() -> None:
+    (spec,) = iaop_backends()
+    settings = spec.settings_class(server_url="somewhere:1", max_concurrency=3, offline=True)
+    backend = spec.factory(settings)
+    assert spec.name == backend.name == "gpu-triton"
+    assert spec.probe().usable
+    assert "somewhere:1" in repr(backend)
+    assert backend.capabilities.max_concurrency == 3
+    assert backend.capabilities.on_premises
+    assert backend.capabilities.streaming
+
+
+def test_plugin_imports_no_client_library() -> None:
+    code = (
+        "import sys, iaop_gpu_triton.plugin as plugin; plugin.iaop_backends()[0].probe();"
+        "heavy = {'tritonclient', 'grpc', 'numpy', 'aiohttp', 'iaop_gpu_triton.backend'};"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_plugin_says_what_to_install_when_a_library_is_missing() -> None:
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'tritonclient' else find(name, *a)\n"
+        "from iaop_gpu_triton.plugin import iaop_backends\n"
+        "probe = iaop_backends()[0].probe()\n"
+        "assert not probe.usable and 'tritonclient' in probe.reason, probe\n"
+        "assert 'pip install' in probe.reason, probe\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
