@@ -1,0 +1,196 @@
+"""The `onnx-local` backend: a language model on ONNX Runtime in this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from iaop_core import (
+    BackendCapabilities,
+    BackendHealth,
+    GenerationParams,
+    InferChunk,
+    InferenceBackend,
+    OfflineKernel,
+    as_messages,
+    with_context,
+)
+from iaop_core.backend import Context
+from iaop_core.errors import BackendUnavailableError, ModelNotLoadedError
+from iaop_core.messages import Params, Prompt
+from iaop_onnx_local.installation import find_runtime_packages
+from iaop_onnx_local.settings import NAME, OnnxLocalSettings
+
+if TYPE_CHECKING:
+    from iaop_onnx_local.model import LocalModel
+
+__all__ = ["OnnxLocalBackend"]
+
+_log = logging.getLogger(__name__)
+
+
+class OnnxLocalBackend(InferenceBackend):
+    """Runs decoder-only language models with ONNX Runtime, in process.
+
+    `infer`, `ainfer` and `astream` are derived from `stream`. Up to `max_concurrency`
+    answers are made at a time; their steps take turns.
+
+    Args:
+        settings: see `OnnxLocalSettings`; the defaults where left out.
+        changes: fields of the settings by name, such as `device="cuda"` or `offline=True`.
+    """
+
+    name = NAME
+
+    def __init__(self, settings: OnnxLocalSettings | None = None, **changes: Any) -> None:
+        self._settings = evolve(settings or OnnxLocalSettings(), **changes)
+        self._lifecycle = threading.Lock()
+        self._model: LocalModel | None = None
+        self._slots = threading.Semaphore(self._settings.max_concurrency)
+        self._kernel = self._find_kernel()
+
+    def __repr__(self) -> str:
+        model = self._model
+        loaded = f"{model.model_id!r} on {model.decoder.device}" if model else "no model"
+        return f"<OnnxLocalBackend {'offline' if self._kernel else loaded}>"
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        model = self._model
+        return evolve(self._settings.capabilities, device=model.decoder.device if model else "")
+
+    @property
+    def offline(self) -> bool:
+        """Whether the offline kernel answers in the place of a model."""
+        return self._kernel is not None
+
+    def load_model(self, model_id: str = "") -> None:
+        """Loads a model folder: a path, or a name in the cache folder. Touches no network.
+
+        An empty id means the setting `model`. When another model is loaded, the new one is ready
+        before the old one goes, and answers under way end on the old one.
+
+        Raises:
+            ModelLoadError: the model, its files, or the device asked for can't be had.
+        """
+        wanted = model_id or self._settings.model
+        with self._lifecycle:
+            if self._kernel is not None:
+                self._kernel.load(wanted)
+            elif self._model is None or self._model.model_id != wanted:
+                from iaop_onnx_local.model import LocalModel
+
+                self._model = LocalModel.load(wanted, self._settings)
+
+    def stream(
+        self, prompt: Prompt, context: Context = None, *, params: Params = None
+    ) -> Iterator[InferChunk]:
+        """Streams one answer.
+
+        Text that could begin a stop text is held back for as long as it could. A `max_tokens`
+        beyond what the context has room for means that room. Without a `temperature` the model's
+        own recommendation holds, else the choice is greedy, unless another parameter asks to
+        sample.
+
+        Raises:
+            ModelNotLoadedError: before `load_model`.
+            InvalidRequestError: the messages or the parameters.
+            ContextLengthExceededError: the prompt leaves no room for an answer.
+            BackendUnavailableError: all slots are taken, or the engine failed.
+        """
+        given = GenerationParams.from_input(params)
+        given.require_supported(self.capabilities.params, backend=self.name)
+        messages = as_messages(prompt)
+        if self._kernel is not None:
+            return self._stream_offline(prompt, context, given)
+        model = self._model
+        if model is None:
+            raise ModelNotLoadedError(
+                f"backend {self.name!r} has no model loaded; call load_model() first",
+                backend=self.name,
+            )
+        from iaop_onnx_local.generation import Generation
+
+        return Generation(
+            model,
+            with_context(messages, context),
+            given,
+            backend_name=self.name,
+            take_slot=self._take_slot,
+        )
+
+    def health_check(self) -> BackendHealth:
+        """How the loaded model is; never waits for the engine."""
+        if self._kernel is not None:
+            live, ready = self._kernel.is_server_live(), self._kernel.is_model_ready()
+            return BackendHealth(
+                ready, f"server_live={live}, model_ready={ready}, loaded={ready}, offline=True"
+            )
+        problem, model = find_runtime_packages().problem, self._model
+        if problem:
+            return BackendHealth(False, f"probe_error: {problem}")
+        if model is None:
+            return BackendHealth(False, "server_live=True, model_ready=False, loaded=False")
+        busy_s = model.decoder.busy_s
+        ready = busy_s < self._settings.stall_timeout_s
+        detail = (
+            f"server_live=True, model_ready={ready}, loaded=True, device={model.decoder.device}, "
+            f"threads={model.decoder.threads}"
+        )
+        if not ready:
+            detail += f", stalled: one step has been running for {busy_s:.0f} s"
+        return BackendHealth(ready, detail)
+
+    def unload(self) -> None:
+        """Releases the model; answers under way end with an error."""
+        with self._lifecycle:
+            if self._kernel is not None:
+                self._kernel.unload()
+            model, self._model = self._model, None
+            if model is not None:
+                model.close()
+
+    def close(self) -> None:
+        self.unload()
+        if self._kernel is not None:
+            self._kernel.stop_server()
+
+    def _find_kernel(self) -> OfflineKernel | None:
+        """The offline kernel, where it was asked for or ONNX Runtime can't be imported."""
+        if not self._settings.offline:
+            try:
+                import_module("onnxruntime").InferenceSession  # noqa: B018
+            except (ImportError, AttributeError) as error:
+                reason = find_runtime_packages().problem or str(error)
+                _log.warning(
+                    "ONNX Runtime can't be imported, so backend %r is OFFLINE and answers from a "
+                    "stand-in, not from a model: %s",
+                    self.name,
+                    reason,
+                )
+            else:
+                return None
+        return OfflineKernel("onnx", backend_name=self.name)
+
+    def _stream_offline(
+        self, prompt: Prompt, context: Context, params: GenerationParams
+    ) -> Iterator[InferChunk]:
+        assert self._kernel is not None
+        result = self._kernel.infer(
+            prompt, context, max_tokens=params.max_tokens or self._settings.max_tokens
+        )
+        return iter([InferChunk(result.text), InferChunk("", result)])
+
+    def _take_slot(self) -> Callable[[], None]:
+        if not self._slots.acquire(blocking=False):
+            raise BackendUnavailableError(
+                f"all {self._settings.max_concurrency} slots of backend {self.name!r} are taken; "
+                "try again, or raise max_concurrency",
+                backend=self.name,
+            )
+        return self._slots.release

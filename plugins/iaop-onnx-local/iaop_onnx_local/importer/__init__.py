@@ -1,0 +1,1 @@
+"""GGUF to ONNX, without PyTorch or transformers. Needs the extra `import` (the onnx package)."""

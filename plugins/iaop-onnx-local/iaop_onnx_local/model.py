@@ -1,0 +1,229 @@
+"""A loaded model: everything between chat messages and the engine's steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from attrs import evolve, frozen
+
+from iaop_core import GenerationParams, Message
+from iaop_core.errors import (
+    CapabilityNotSupportedError,
+    ContextLengthExceededError,
+    InvalidRequestError,
+    ModelLoadError,
+)
+from iaop_onnx_local.chat_template import ChatTemplate, ChatTemplateError
+from iaop_onnx_local.decoder import Decoder, DecoderText, UnknownInputError
+from iaop_onnx_local.model_folder import ModelFolder, find_model_folder
+from iaop_onnx_local.sampling import SamplingParams
+from iaop_onnx_local.session import open_session
+from iaop_onnx_local.settings import OnnxLocalSettings
+from iaop_onnx_local.tokenizer import TextTokenizer
+
+__all__ = ["LocalModel", "Request"]
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(slots=True)
+class Request:
+    """What the engine has to do for one answer."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    """Already no more than the context has room for."""
+    stops: tuple[str, ...]
+    sampling: SamplingParams
+
+
+class LocalModel:
+    """A model folder, loaded. `load` makes one.
+
+    Answers hold on to it, so it lives until the last of them is done; `close` stops them.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        decoder: Decoder,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        end_token_ids: frozenset[int],
+        context_length: int,
+        defaults: SamplingParams,
+        max_tokens: int,
+    ) -> None:
+        self.model_id = model_id
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids
+        self.context_length = context_length
+        self._template = template
+        self._defaults = defaults
+        self._max_tokens = max_tokens
+        self.closed = False
+        self._texts: WeakSet[DecoderText] = WeakSet()
+        self._texts_lock = threading.Lock()
+
+    @classmethod
+    def load(cls, model_id: str, settings: OnnxLocalSettings) -> LocalModel:
+        """Loads a model by its id. Touches no network.
+
+        Raises:
+            ModelLoadError: it can't be found or can't be run; the message says why.
+        """
+        folder = find_model_folder(model_id)
+        path = folder.find_model_file(settings.model_file)
+        end_token_ids = folder.end_token_ids
+        context_length = folder.context_length(settings.context_length)
+        tokenizer_file = folder.path / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise folder.fail("there is no tokenizer.json")
+        try:
+            tokenizer = TextTokenizer(tokenizer_file)
+            template = _load_template(folder, settings.chat_template)
+            opened = open_session(path, device=settings.device, threads=settings.threads)
+            decoder = Decoder(
+                opened,
+                path,
+                head_size=folder.genai_config.get("decoder", {}).get("head_size"),
+                kv_heads=folder.genai_config.get("decoder", {}).get("num_key_value_heads"),
+            )
+        except ModelLoadError as error:
+            error.model = model_id
+            raise
+        except (OSError, UnknownInputError, ValueError) as error:
+            raise folder.fail(str(error)) from error
+        _log.info(
+            "loaded %r from %s on %s with %d threads; %d bytes of cache per token of each answer",
+            model_id,
+            path,
+            decoder.device,
+            decoder.threads,
+            decoder.cache_bytes_per_token,
+        )
+        return cls(
+            model_id,
+            decoder=decoder,
+            tokenizer=tokenizer,
+            template=template,
+            end_token_ids=end_token_ids,
+            context_length=context_length,
+            defaults=_default_sampling(folder.generation_config),
+            max_tokens=settings.max_tokens,
+        )
+
+    def prepare(self, messages: Sequence[Message], params: GenerationParams) -> Request:
+        """Encodes the prompt and settles the limits.
+
+        `max_tokens` beyond what the context has room for means that room. A prompt is never cut.
+
+        Raises:
+            ContextLengthExceededError: the prompt leaves no room for an answer.
+            InvalidRequestError: the chat template refuses the messages, or a `logit_bias` names
+                a token that the model doesn't have.
+            CapabilityNotSupportedError: the model has no chat template, and this is a chat.
+        """
+        prompt_ids = self._encode(messages)
+        room = self.context_length - len(prompt_ids)
+        if room < 1:
+            raise ContextLengthExceededError(
+                f"the prompt has {len(prompt_ids)} tokens, and the context of model "
+                f"{self.model_id!r} has {self.context_length} for prompt and answer together; "
+                "shorten the prompt",
+                prompt_tokens=len(prompt_ids),
+                context_tokens=self.context_length,
+            )
+        return Request(
+            prompt_ids=prompt_ids,
+            max_tokens=min(params.max_tokens or self._max_tokens, room),
+            stops=params.stop,
+            sampling=self._sampling(params),
+        )
+
+    def open_text(self, capacity: int) -> DecoderText:
+        """Begins a text in the engine; `close` stops it."""
+        text = self.decoder.open_text(capacity)
+        with self._texts_lock:
+            self._texts.add(text)
+            if self.closed:
+                text.stop()
+        return text
+
+    def close(self) -> None:
+        """Ends the answers that are under way, with an error."""
+        with self._texts_lock:
+            self.closed = True
+            for text in self._texts:
+                text.stop()
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        texts, marks = self.tokenizer.guard([message.content for message in messages])
+        if self._template is not None:
+            turns = [
+                {"role": message.role, "content": text}
+                for message, text in zip(messages, texts, strict=True)
+            ]
+            try:
+                text = self._template.render(turns)
+            except ChatTemplateError as error:
+                raise InvalidRequestError(
+                    f"model {self.model_id!r}: {error}", param="messages"
+                ) from error
+        elif len(messages) == 1 and messages[0].role == "user":
+            text = texts[0]
+        else:
+            raise CapabilityNotSupportedError(
+                f"model {self.model_id!r} has no chat template, so it continues one text and holds "
+                "no chat; set chat_template to a Jinja file to give it one",
+                capability="chat",
+            )
+        return self.tokenizer.encode_prompt(text, marks)
+
+    def _sampling(self, params: GenerationParams) -> SamplingParams:
+        given: dict[str, Any] = {
+            name: value
+            for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+            if (value := getattr(params, name)) is not None
+        }
+        defaults = self._defaults
+        if given and "temperature" not in given and defaults.temperature == 0:
+            given["temperature"] = 1.0  # who narrows the choice, or seeds it, wants to choose
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            if (value := getattr(params, name)) is not None:
+                given[name] = value
+        unknown = [t for t in given.get("logit_bias", ()) if t >= self.decoder.vocabulary]
+        if unknown:
+            raise InvalidRequestError(
+                f"logit_bias names token {unknown[0]}, and the model has "
+                f"{self.decoder.vocabulary} tokens",
+                param="logit_bias",
+            )
+        return evolve(defaults, **given)
+
+
+def _load_template(folder: ModelFolder, chosen: str) -> ChatTemplate | None:
+    source = Path(chosen).expanduser().read_text("utf-8") if chosen else folder.find_chat_template()
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, folder.special_tokens)
+    except ChatTemplateError as error:
+        raise folder.fail(str(error)) from error
+
+
+def _default_sampling(config: dict[str, Any]) -> SamplingParams:
+    """What `generation_config.json` recommends; greedy unless it says to sample."""
+    given: dict[str, Any] = {"temperature": 1.0} if config.get("do_sample") else {}
+    names = ["repetition_penalty"]
+    if given:
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    given |= {name: config[name] for name in names if config.get(name) is not None}
+    return SamplingParams(**given)

@@ -1,0 +1,55 @@
+"""The settings of the `onnx-local` backend, as the values file gives them."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from attrs import field, frozen, validators
+
+from iaop_core import BackendCapabilities
+from iaop_core.messages import PARAM_NAMES
+
+__all__ = ["NAME", "Device", "OnnxLocalSettings"]
+
+NAME: Final = "onnx-local"
+
+Device = Literal["auto", "cuda", "cpu"]
+
+
+@frozen(kw_only=True, slots=True)
+class OnnxLocalSettings:
+    """Settings of `onnx-local`; every one has a default."""
+
+    model: str = "smollm2-135m-instruct"
+    """The model that an empty model id means: a folder's path, or a name in the cache folder."""
+    model_file: str = ""
+    """Which ONNX file of the model folder runs, relative to the folder. Empty: the one that
+    `genai_config.json` names, else `model.onnx`, else `onnx/model.onnx`."""
+    device: Device = field(default="auto", validator=validators.in_(("auto", "cuda", "cpu")))
+    """`cuda` must be had, or loading fails. `auto` takes CUDA where the installed runtime can
+    use it, else the CPU; results and health say which."""
+    threads: int = field(default=0, validator=validators.ge(0))
+    """CPU threads of one step. 0: as many as the affinity mask and the cgroup's quota allow."""
+    max_concurrency: int = field(default=4, validator=validators.ge(1))
+    """Answers under way at a time; each has a cache of its own. One more is refused."""
+    max_tokens: int = field(default=256, validator=validators.ge(1))
+    """Tokens of an answer at most, where the call doesn't say."""
+    context_length: int = field(default=0, validator=validators.ge(0))
+    """Tokens of prompt and answer together at most. 0: what the model was made for."""
+    chat_template: str = ""
+    """Path of a Jinja file used in place of the model's own chat template."""
+    stall_timeout_s: float = field(default=60.0, validator=validators.gt(0))
+    """Health fails when one step of the engine has been running for so long (seconds)."""
+    offline: bool = False
+    """Answers from the offline kernel; no model, no runtime."""
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What a backend with these settings can do; it knows its device once a model is loaded."""
+        return BackendCapabilities(
+            streaming=True,
+            max_concurrency=self.max_concurrency,
+            on_premises=True,
+            params=PARAM_NAMES,
+            offline_mode=True,
+        )

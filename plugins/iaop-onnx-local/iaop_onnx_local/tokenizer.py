@@ -1,0 +1,107 @@
+"""The model's tokenizer: prompts to ids, ids to bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from iaop_onnx_local.text_bytes import byte_reader
+from iaop_onnx_local.text_stream import Utf8Stream
+
+__all__ = ["TextTokenizer"]
+
+_PRIVATE_USE: Final = range(0xE000, 0xF8FF)
+
+
+class TextTokenizer:
+    """A `tokenizer.json`.
+
+    Raises:
+        ValueError: the file can't be read as a tokenizer, or its tokens can't be told in bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text("utf-8")
+        try:
+            self._tokenizer = Tokenizer.from_str(text)
+            # Reads the texts of control tokens as the plain text that they are in a message.
+            self._plain_tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
+        self._plain_tokenizer.encode_special_tokens = True
+        for tokenizer in (self._tokenizer, self._plain_tokenizer):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        try:
+            self._read_bytes, self._drops_space = byte_reader(json.loads(text).get("decoder"))
+        except ValueError as error:
+            raise ValueError(f"{path} can't be used: {error}") from None
+        added = self._tokenizer.get_added_tokens_decoder()
+        controls = {number: token.content for number, token in added.items() if token.special}
+        longest_first = sorted(controls.values(), key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first))) if controls else None
+        self._bytes: dict[int, bytes] = dict.fromkeys(controls, b"")
+        self._bos = self._find_bos()
+
+    def guard(self, texts: Sequence[str]) -> tuple[list[str], str]:
+        """Marks the texts of control tokens inside messages, so that they stay plain text.
+
+        Returns:
+            The messages' texts, and the two characters that mark: pass them to `encode_prompt`.
+            Where nothing had to be marked they are `""`.
+        """
+        if self._controls is None or not any(self._controls.search(text) for text in texts):
+            return list(texts), ""
+        unused = (chr(n) for n in _PRIVATE_USE if not any(chr(n) in text for text in texts))
+        marks = next(unused) + next(unused)
+        return [
+            self._controls.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", text)
+            for text in texts
+        ], marks
+
+    def encode_prompt(self, text: str, marks: str = "") -> list[int]:
+        """Encodes a whole prompt. It begins with exactly one BOS where the model wants one.
+
+        Args:
+            text: the rendered template, or plain text.
+            marks: what `guard` returned.
+        """
+        if marks:
+            ids = []
+            for place, part in enumerate(re.split(f"{marks[0]}(.*?){marks[1]}", text, flags=re.S)):
+                tokenizer = self._plain_tokenizer if place % 2 else self._tokenizer
+                # A template that cuts messages up can leave a mark without its other half.
+                whole = part.translate(dict.fromkeys(map(ord, marks)))
+                ids += tokenizer.encode(whole, add_special_tokens=False).ids
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; none for a control token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            found = b"" if token is None else self._read_bytes(token)
+            self._bytes[token_id] = found
+        return found
+
+    def open_text(self) -> Utf8Stream:
+        """The decoder for the bytes of one answer."""
+        return Utf8Stream(drop_first_space=self._drops_space)
+
+    def find_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def _find_bos(self) -> int | None:
+        """The token that the tokenizer itself puts before a text, or None."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        dressed = self._tokenizer.encode("a", add_special_tokens=True).ids
+        return dressed[0] if dressed[1 : 1 + len(bare)] == bare else None
