@@ -61,7 +61,7 @@ class BackendRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record in JSON's types."""
-        record = asdict(self)
+        record = asdict(self, filter=lambda attribute, _: attribute.name != "summary")
         if self.capabilities:
             record["capabilities"]["params"] = sorted(self.capabilities.params)
         return record
@@ -114,6 +114,10 @@ class PluginRegistry:
     def names(self) -> list[str]:
         """Every backend name that is offered, usable or not; imports nothing."""
         return sorted({entry.name for entry in self._entries if entry.group == BACKENDS_GROUP})
+
+    def broken_metadata(self) -> list[str]:
+        """Metadata folders without metadata, as an uninstall that was broken off leaves them."""
+        return _broken_metadata(tuple(sys.path))
 
     def records(self) -> list[BackendRecord]:
         """A record for each entry point, by name; imports every plugin's light module."""
@@ -222,7 +226,7 @@ class PluginRegistry:
         known = self.names()
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        broken = _broken_metadata(tuple(sys.path))
+        broken = self.broken_metadata()
         return (
             f"no installed distribution offers a backend {name!r}; {hint}"
             f"found: {', '.join(known) or 'none'}; install its plugin with pip"
@@ -449,7 +453,6 @@ def _metadata(distribution: Any) -> Mapping[str, str]:
 
 
 def _broken_metadata(path: tuple[str, ...]) -> list[str]:
-    """Metadata folders without metadata, as an uninstall that was broken off leaves them."""
     return [
         _identify(distribution)[1]
         for distribution in importlib_metadata.distributions(path=list(path))

@@ -127,7 +127,7 @@ class Values:
     gateway: GatewaySettings = GatewaySettings()
     backends: Mapping[str, BackendSettings]
     routes: Mapping[str, RouteSettings] = field(factory=dict)
-    """Without any, each backend is a route of its own name."""
+    """Without any, `gateway.route` names the one backend to use; if there is only one, that."""
     tenants: Mapping[str, TenantSettings] = field(factory=dict)
     audit: AuditSettings = AuditSettings()
     _lines: Lines = field(init=False, factory=Lines, repr=False, eq=False)
@@ -151,17 +151,21 @@ class Values:
         return checked
 
     def __attrs_post_init__(self) -> None:
-        if not self.routes:
-            routes = {
-                name: RouteSettings(targets=(TargetSettings(backend=name),))
-                for name in self.backends
-            }
-            object.__setattr__(self, "routes", routes)
+        only = next(iter(self.backends)) if len(self.backends) == 1 else ""
+        name = self.gateway.route or only
+        if not self.routes and name in self.backends:
+            route = RouteSettings(targets=(TargetSettings(backend=name),))
+            object.__setattr__(self, "routes", {name: route})
 
     def _contradictions(self) -> Iterator[tuple[KeyPath, str]]:
         where: KeyPath
         if not self.backends:
             yield ("backends",), "at least one backend is needed"
+        elif not self.routes and not self.gateway.route:
+            yield (
+                ("gateway", "route"),
+                "there are several backends and no routes: name one here, or write routes",
+            )
         for name, route in self.routes.items():
             for index, target in enumerate(route.targets):
                 if target.backend not in self.backends:
@@ -172,10 +176,8 @@ class Values:
                     where = ("routes", name, "fallback", index)
                     yield where, _say_unknown("backend", fallback, self.backends)
         if self.gateway.route and self.gateway.route not in self.routes:
-            yield (
-                ("gateway", "route"),
-                _say_unknown("route", self.gateway.route, self.routes),
-            )
+            known = self.routes or self.backends
+            yield ("gateway", "route"), _say_unknown("route", self.gateway.route, known)
 
     def default_route(self) -> str:
         """The route of a call that names none. Raises `ValuesError` when it isn't clear."""
@@ -200,7 +202,21 @@ class Values:
 
     def as_data(self) -> dict[str, Any]:
         """The values with their defaults, in YAML's types; secrets as their references."""
-        return _plain(self)  # type: ignore[no-any-return]
+        return self.plain(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def plain(cls, value: Any) -> Any:
+        """Any settings in YAML's types; secrets as their references."""
+        if isinstance(value, Secret):
+            return value.reference
+        if attrs.has(type(value)):
+            fields = attrs.fields(type(value))
+            return {a.name: cls.plain(getattr(value, a.name)) for a in fields if a.init}
+        if isinstance(value, Mapping):
+            return {key: cls.plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [cls.plain(item) for item in value]
+        return value
 
 
 def _say_unknown(what: str, name: str, known: Mapping[str, object]) -> str:
@@ -208,15 +224,3 @@ def _say_unknown(what: str, name: str, known: Mapping[str, object]) -> str:
     return f"no {what} is named {name!r}; " + (
         f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Secret):
-        return value.reference
-    if attrs.has(type(value)):
-        return {a.name: _plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

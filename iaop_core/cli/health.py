@@ -1,0 +1,53 @@
+"""`iaop health`"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from iaop_core.cli.options import (
+    DEFAULT_VALUES,
+    echo_json,
+    echo_table,
+    json_option,
+    values_option,
+)
+from iaop_core.errors import IaopError
+
+__all__ = ["health"]
+
+
+@click.command()
+@values_option
+@json_option
+def health(values: Path | None, as_json: bool) -> None:
+    """Ask every backend of the values how it is; 1 when a route has no healthy backend.
+
+    Loads the models of the values first.
+    """
+    from iaop_core.gateway import LLMGateway
+
+    logging.getLogger("iaop_core").addHandler(logging.NullHandler())  # health tells it all
+    gateway = LLMGateway.from_values(values or DEFAULT_VALUES)
+    try:
+        try:
+            gateway.load()
+        except IaopError as error:
+            click.echo(f"Error: {error}", err=True)
+        answer = gateway.health()
+    finally:
+        gateway.close()
+    rows = [(name, state.healthy, state.detail) for name, state in answer.backends.items()]
+    if as_json:
+        keys = ("name", "healthy", "detail")
+        backends = [dict(zip(keys, row, strict=True)) for row in rows]
+        echo_json({"healthy": answer.healthy, "backends": backends})
+    else:
+        echo_table(
+            ["BACKEND", "HEALTH", "DETAIL"],
+            [(name, "healthy" if healthy else "UNHEALTHY", text) for name, healthy, text in rows],
+        )
+    if not answer.healthy:
+        raise SystemExit(1)
