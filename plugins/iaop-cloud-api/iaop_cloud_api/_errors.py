@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -123,8 +124,9 @@ def _connect_phase(error: Exception) -> str | None:
         case aiohttp.ClientSSLError():
             return "TLS: the handshake failed"
         case aiohttp.ClientConnectorError():
-            reason = error.os_error.strerror
-            return f"the connection failed ({reason or type(error.os_error).__name__})"
+            number = error.os_error.errno  # asyncio's own text has no reason
+            reason = os.strerror(number) if number else type(error.os_error).__name__
+            return f"the connection failed ({reason})"
         case aiohttp.ConnectionTimeoutError():
             return "time-out"
     return None
@@ -266,7 +268,7 @@ def retry_after_s(header: str | None, *, now: datetime | None = None) -> float |
     except ValueError:
         try:
             date = parsedate_to_datetime(header)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         if date.tzinfo is None:  # "-0000": the RFC's dates are all GMT
             date = date.replace(tzinfo=UTC)

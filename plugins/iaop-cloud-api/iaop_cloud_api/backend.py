@@ -36,7 +36,7 @@ __all__ = ["CloudApiBackend"]
 
 _log = logging.getLogger(__name__)
 
-_PROBE_S = 2.0
+_PROBE_MS = 2_000.0
 _CLOSE_S = 5.0
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -97,7 +97,7 @@ class CloudApiBackend(InferenceBackend):
             self._endpoint.check()
             self._warn_of_clear_text()
             if self._settings.verify_model:
-                self._verify(model)
+                bridge.run(self._endpoint.verify(model))
         self._model = model
 
     def unload(self) -> None:
@@ -125,7 +125,7 @@ class CloudApiBackend(InferenceBackend):
             live, ready = self._kernel.is_server_live(), self._kernel.is_model_ready()
             return _health(live, ready, loaded=bool(self._model), more=", offline=True")
         try:
-            listed = bridge.run(self._probe(), _PROBE_S + 1)
+            listed = bridge.run(self._probe(), _PROBE_MS / 1000 + 1)
         except Exception as error:  # whatever it is, it is a fact about health and never raised
             what = str(error) if isinstance(error, IaopError) else type(error).__name__
             return BackendHealth(healthy=False, detail=f"probe_error: {what}")
@@ -133,7 +133,7 @@ class CloudApiBackend(InferenceBackend):
 
     async def _probe(self) -> ModelList:
         try:
-            return await self._endpoint.models(_PROBE_S)
+            return await self._endpoint.models(_PROBE_MS)
         finally:
             if not self._model:  # a backend without a model keeps no connection open
                 await self._endpoint.close()
@@ -220,21 +220,6 @@ class CloudApiBackend(InferenceBackend):
             usage_estimated=estimated,
             time_to_first_token_ms=first_ms,
         )
-
-    def _verify(self, model: str) -> None:
-        listed = bridge.run(self._endpoint.models(self._settings.timeout_ms / 1000))
-        if listed.names is None or model not in listed.names:
-            why = (
-                f"answers GET /models with status {listed.status} and no list"
-                if listed.names is None
-                else f"does not list it among its {len(listed.names)} models"
-            )
-            raise ModelLoadError(
-                f"backend {self.name!r} can't verify the model {model!r}: {self._endpoint.origin} "
-                f"{why}; check model and base_url, or set verify_model to false",
-                backend=self.name,
-                model=model,
-            )
 
     def _health_by(self, listed: ModelList) -> BackendHealth:
         loaded, status = bool(self._model), listed.status

@@ -21,6 +21,7 @@ from iaop_core.errors import (
     BackendProtocolError,
     BackendUnavailableError,
     IaopError,
+    ModelLoadError,
     ServiceError,
     ValuesError,
 )
@@ -128,25 +129,25 @@ class Endpoint:
                 response.release()  # closes the connection unless the body was read to its end
         yield answer
 
-    async def models(self, timeout_s: float) -> ModelList:
+    async def models(self, timeout_ms: float) -> ModelList:
         """Ask for the list of models, which costs nothing. Never waits for a free slot."""
-        limit_ms = timeout_s * 1000
-        deadline = _now() + timeout_s
-        response = await self._step(
-            self._current_session().get(
-                f"{self._settings.base_url}/models",
-                headers=self._headers("application/json"),
-                proxy=self._proxy(),
-                allow_redirects=False,
-            ),
-            deadline,
-            limit_ms,
-        )
-        try:
-            body = await self._read(response, deadline, limit_ms, _MAX_LIST_BYTES)
-        finally:
-            response.release()
+        response, body = await self._get_models(timeout_ms)
         return ModelList(response.status, _names(body) if response.status == 200 else None)
+
+    async def verify(self, model: str) -> None:
+        """Raise `ModelLoadError` unless the endpoint lists the model; or the error it answers."""
+        response, body = await self._get_models(self._settings.timeout_ms)
+        if response.status != 200:
+            raise self._refusal(response, body, model)
+        names = _names(body)
+        if names is None or model not in names:
+            what = "no list of models" if names is None else f"{len(names)} models without it"
+            raise ModelLoadError(
+                f"backend {self._backend!r} can't verify the model {model!r}: {self.origin} lists "
+                f"{what}; check model and base_url, or set verify_model to false",
+                backend=self._backend,
+                model=model,
+            )
 
     async def close(self) -> None:
         """Close every connection; calls that are under way fail. A later call opens new ones."""
@@ -198,10 +199,30 @@ class Endpoint:
             told = b""  # the status says enough
         finally:
             response.release()
-        raise _errors.from_status(
+        raise self._refusal(response, told, model)
+
+    async def _get_models(self, timeout_ms: float) -> tuple[aiohttp.ClientResponse, bytes]:
+        deadline = _now() + timeout_ms / 1000
+        response = await self._step(
+            self._current_session().get(
+                f"{self._settings.base_url}/models",
+                headers=self._headers("application/json"),
+                proxy=self._proxy(),
+                allow_redirects=False,
+            ),
+            deadline,
+            timeout_ms,
+        )
+        try:
+            return response, await self._read(response, deadline, timeout_ms, _MAX_LIST_BYTES)
+        finally:
+            response.release()
+
+    def _refusal(self, response: aiohttp.ClientResponse, body: bytes, model: str) -> IaopError:
+        return _errors.from_status(
             response.status,
             response.headers,
-            told,
+            body,
             backend=self._backend,
             origin=self.origin,
             model=model,

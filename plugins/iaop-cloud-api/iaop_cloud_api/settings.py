@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -54,6 +54,10 @@ def _as_headers(headers: Mapping[str, str | Secret]) -> dict[str, str | Secret]:
 
 def _as_url(url: str) -> str:
     return str(url).rstrip("/")
+
+
+def _as_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(names)
 
 
 def _check_url(settings: CloudApiSettings, attribute: Attribute[str], url: str) -> None:
@@ -216,7 +220,7 @@ class CloudApiSettings:
     """The name by which the endpoint reads that limit."""
 
     params: tuple[str, ...] = field(
-        default=STANDARD_PARAMS, converter=tuple, validator=_check_params
+        default=STANDARD_PARAMS, converter=_as_names, validator=_check_params
     )
     """Generation parameters that the endpoint honours; any other is refused."""
 

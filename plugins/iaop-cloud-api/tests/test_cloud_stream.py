@@ -222,9 +222,7 @@ def test_stream_is_the_same_with_one_byte_a_segment(
 def test_event_of_several_data_lines_is_one_chunk(
     upstream: FaultyUpstream, backend: CloudApiBackend
 ) -> None:
-    spread = (
-        b'data: {"choices": [{"delta":\ndata: {"content": "Hi"}}]}\n\n'
-    )
+    spread = b'data: {"choices": [{"delta":\ndata: {"content": "Hi"}}]}\n\n'
     upstream.answer(events(spread, DONE))
     assert collect(backend)[1].text == "Hi"
 
