@@ -1,0 +1,3 @@
+from iaop_core.cli import main
+
+main(prog_name="iaop")
