@@ -1,9 +1,10 @@
 """Chat templates, rendered as transformers renders them.
 
 The environment is the reference library's (`transformers.utils.chat_template_utils`): jinja2's
-immutable sandbox, `trim_blocks` and `lstrip_blocks`, loop controls, the `generation` tag,
-`tojson` without escaping, `raise_exception` and `strftime_now`. A template comes with a model
-from somewhere else, so it may not run for ever nor write without bounds either.
+immutable sandbox, `trim_blocks` and `lstrip_blocks`, loop controls, the `generation` tag, `tojson`
+without escaping, `raise_exception`, `strftime_now`, and a `dict` and a `namespace` that give nothing
+away. A template comes with a model from somewhere else, so here it may not run for ever nor write
+without bounds either.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, Final
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]
 
@@ -140,6 +142,36 @@ class _GenerationTag(Extension):
         return str(caller())
 
 
+class _MakeDict:
+    """What templates call `dict`: makes dictionaries, and is no class with attributes to walk."""
+
+    def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
+        return dict(*args, **entries)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace without underscore attributes."""
+
+    def __init__(*args: Any, **entries: Any) -> None:
+        self, *rest = args
+        given = dict(*rest, **entries)
+        for name in given:
+            _check_attribute(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"{name!r} is no name for an attribute of a namespace")
+
+
 def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
@@ -147,6 +179,8 @@ def _environment() -> _Environment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
+    environment.globals["dict"] = _MakeDict()
+    environment.globals["namespace"] = _PlainNamespace
     return environment
 
 
@@ -162,8 +196,8 @@ def _to_json(
     )
 
 
-def _now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+def _now(format: str) -> str:  # noqa: A002, a template may name the argument
+    return datetime.now().strftime(format)
 
 
 def _refuse(message: str) -> None:
