@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, get_args
 
-from attrs import asdict, field, fields, fields_dict, frozen
+from attrs import asdict, field, fields, fields_dict, frozen, validators
 
 from iaop_core.errors import CapabilityNotSupportedError, InvalidRequestError
 
@@ -41,7 +42,7 @@ def _shown_kind(value: object) -> str:
 def _text_of(content: object) -> str:
     """The text of a message's `content`: a string, or a list of text parts, joined as they are."""
     if isinstance(content, str):
-        return content
+        return _encodable(content, "messages")
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequestError(
             f"a message's content is text or a list of parts, not {_shown_kind(content)}",
@@ -61,7 +62,18 @@ def _text_of(content: object) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError("a text part needs its text", param="messages")
         texts.append(part["text"])
-    return "".join(texts)
+    return _encodable("".join(texts), "messages")
+
+
+def _encodable(text: str, param: str) -> str:
+    """The text, unless it holds half a surrogate pair, which no engine and no network takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            f"a text of {param} holds half of a surrogate pair, which is not Unicode", param=param
+        ) from None
+    return text
 
 
 @frozen
@@ -86,10 +98,14 @@ class Message:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Message:
         """Read an OpenAI-style message. Raises `InvalidRequestError` for what it can't carry."""
-        unknown = sorted(str(key) for key in mapping.keys() - {"role", "content", "name"})
-        if any(mapping[key] is not None for key in unknown):
+        unknown = [
+            str(key)
+            for key, value in mapping.items()
+            if key not in ("role", "content", "name") and value is not None
+        ]
+        if unknown:
             raise InvalidRequestError(
-                f"a message has fields that are not supported: {', '.join(unknown)[:200]}",
+                f"a message has fields that are not supported: {', '.join(sorted(unknown))[:200]}",
                 param="messages",
             )
         role: Any = mapping.get("role")
@@ -132,10 +148,15 @@ def with_context(messages: Sequence[Message], context: Sequence[str] | None) -> 
     Raises `InvalidRequestError` when a source is no text or there is no user turn.
     """
     messages = tuple(messages)
+    if context is None:
+        return messages
+    # Not any iterable: a generator would be used up by this very check.
+    if isinstance(context, str | bytes) or not isinstance(context, Sequence):
+        raise InvalidRequestError("context is a list of texts", param="context")
+    if not all(isinstance(source, str) for source in context):
+        raise InvalidRequestError("context is a list of texts", param="context")
     if not context:
         return messages
-    if isinstance(context, str) or not all(isinstance(source, str) for source in context):
-        raise InvalidRequestError("context is a list of texts", param="context")
     last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=None)
     if last_user is None:
         raise InvalidRequestError("context needs a user message to go with", param="context")
@@ -150,7 +171,9 @@ def estimate_tokens(text: str) -> int:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _number(low: float, high: float = math.inf, *, above: bool = False) -> Any:
@@ -186,14 +209,18 @@ def _as_stops(value: object) -> tuple[str, ...]:
     stops = tuple(stops)
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InvalidRequestError("stop is a text or a list of texts, none empty", param="stop")
-    return stops
+    return tuple(_encodable(stop, "stop") for stop in stops)
 
 
 def _as_logit_bias(value: object) -> dict[int, float] | None:
     if value is None:
         return None
     try:
-        bias = {int(token): weight for token, weight in dict(value).items()}  # type: ignore[call-overload]
+        # JSON's keys are texts; a number that is not whole is no token id.
+        bias = {
+            int(token if isinstance(token, str) else operator.index(token)): weight
+            for token, weight in dict(value).items()  # type: ignore[call-overload]
+        }
     except (TypeError, ValueError):
         bias = {-1: None}
     if not all(token >= 0 and _is_number(w) and abs(w) <= 100 for token, w in bias.items()):
@@ -277,6 +304,10 @@ Params: TypeAlias = GenerationParams | Mapping[str, Any] | None
 _UNSET = GenerationParams()
 
 
+_is_text = validators.instance_of(str)
+_is_count = validators.and_(validators.instance_of(int), validators.ge(0))
+
+
 def _round_ms(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
@@ -285,14 +316,16 @@ def _round_ms(value: float | None) -> float | None:
 class InferResult:
     """One whole answer; `str()` of it is its text."""
 
-    text: str = field(repr=False)
+    text: str = field(repr=False, validator=_is_text)
     backend_name: str
-    model_id: str
-    prompt_tokens: int
-    completion_tokens: int
+    model_id: str = field(validator=_is_text)
+    prompt_tokens: int = field(validator=_is_count)
+    completion_tokens: int = field(validator=_is_count)
     latency_ms: float = field(converter=_round_ms)
     """From the backend's taking the call to the end of the answer."""
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason = field(
+        default="stop", validator=validators.in_(get_args(FinishReason))
+    )
     usage_estimated: bool = False
     """No engine counted the tokens: they are `estimate_tokens` of the texts."""
     offline: bool = False
