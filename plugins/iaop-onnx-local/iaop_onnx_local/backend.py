@@ -184,7 +184,8 @@ class OnnxLocalBackend(InferenceBackend):
         result = self._kernel.infer(
             prompt, context, max_tokens=params.max_tokens or self._settings.max_tokens
         )
-        return iter([InferChunk(result.text), InferChunk("", result)])
+        yield InferChunk(result.text)
+        yield InferChunk("", result)
 
     def _take_slot(self) -> Callable[[], None]:
         if not self._slots.acquire(blocking=False):

@@ -104,4 +104,5 @@ class TextTokenizer:
         """The token that the tokenizer itself puts before a text, or None."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         dressed = self._tokenizer.encode("a", add_special_tokens=True).ids
-        return dressed[0] if dressed[1 : 1 + len(bare)] == bare else None
+        puts_one = len(dressed) > len(bare) and dressed[1 : 1 + len(bare)] == bare
+        return dressed[0] if puts_one else None

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import write_scripted_model
-
 from iaop_onnx_local import OnnxLocalBackend
+from scripted_model import write_scripted_model
 
 
 def _fetch(*options: str) -> Path:

@@ -99,9 +99,7 @@ def _graph(logits: np.ndarray[Any, Any]) -> onnx.ModelProto:
             helper.make_tensor_value_info("input_ids", TensorProto.INT64, ids),
             helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total"]),
             *(
-                helper.make_tensor_value_info(
-                    f"past_key_values.0.{part}", TensorProto.FLOAT, cache
-                )
+                helper.make_tensor_value_info(f"past_key_values.0.{part}", TensorProto.FLOAT, cache)
                 for part in ("key", "value")
             ),
         ],

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_llama import CONTEXT, write_tiny_gguf
-from tokenizers import Tokenizer
-
 from iaop_onnx_local.decoder import Decoder
 from iaop_onnx_local.importer.folder import import_gguf, is_imported
 from iaop_onnx_local.importer.gguf import GgufError, GgufFile
 from iaop_onnx_local.session import open_session
+from tiny_llama import CONTEXT, write_tiny_gguf
+from tokenizers import Tokenizer
 
 IDS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 

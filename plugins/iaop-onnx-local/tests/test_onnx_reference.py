@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from iaop_onnx_local import OnnxLocalBackend
 from iaop_onnx_local.importer.blocks import dequantize, to_blocks
 from iaop_onnx_local.importer.gguf import GgufFile
@@ -50,9 +49,7 @@ def test_prompt_ids_equal_the_references(exact: LocalModel, answer: dict[str, An
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
-def test_fp32_greedy_tokens_equal_the_references(
-    exact: LocalModel, answer: dict[str, Any]
-) -> None:
+def test_fp32_greedy_tokens_equal_the_references(exact: LocalModel, answer: dict[str, Any]) -> None:
     assert greedy(exact, answer) == answer["greedy_64_ignore_eos"]
 
 
@@ -78,9 +75,7 @@ def test_first_logits_are_near_the_references(
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
-def test_backend_says_the_references_text(
-    smollm2_fp32: Path, answer: dict[str, Any]
-) -> None:
+def test_backend_says_the_references_text(smollm2_fp32: Path, answer: dict[str, Any]) -> None:
     with OnnxLocalBackend(device="cpu") as backend:
         backend.load_model(smollm2_fp32.name)
         result = backend.infer(answer["prompt"], params={"max_tokens": 64})

@@ -191,8 +191,11 @@ def _value(value: Any) -> bytes:
     if isinstance(value, list):
         items = [_value(item) for item in value]
         kind = items[0][:4] if items else struct.pack("<I", 8)
-        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(items)) + b"".join(
-            item[4:] for item in items
+        return (
+            struct.pack("<I", 9)
+            + kind
+            + struct.pack("<Q", len(items))
+            + b"".join(item[4:] for item in items)
         )
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
