@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import field, frozen, validators
 
 __all__ = ["BackendCapabilities", "BackendHealth"]
+
+
+# mypy can't infer a field's type from the classes themselves as converters: they are generic.
+def _as_tuple(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(names)
+
+
+def _as_frozenset(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
 
 
 @frozen(kw_only=True)
@@ -17,10 +28,10 @@ class BackendCapabilities:
     """How many calls the backend takes at a time; the gateway keeps the others waiting."""
     on_premises: bool
     """Prompts and answers never leave the site."""
-    modalities: tuple[str, ...] = field(default=("text",), converter=tuple)
+    modalities: tuple[str, ...] = field(default=("text",), converter=_as_tuple)
     params: frozenset[str] = field(
         default=frozenset({"max_tokens"}),
-        converter=frozenset,
+        converter=_as_frozenset,
         validator=validators.deep_iterable(validators.instance_of(str)),
     )
     """Names of the `GenerationParams` fields that the backend honours; any other is refused."""
