@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -67,7 +68,11 @@ def _explain(error: BaseException, path: KeyPath) -> Iterator[tuple[KeyPath, str
     elif isinstance(error, KeyError):
         yield path, f"the key {error.args[0]!r} is missing"
     else:
-        yield path, str(error)
+        # Validators begin with the attribute's name in quotes, and attrs' own add further facts.
+        message = str(error.args[0]) if error.args else type(error).__name__
+        if match := re.match(r"'(\w+)' (?=[a-z])", message):
+            path, message = (*path, match[1]), message[match.end() :]
+        yield path, message
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -114,16 +119,28 @@ def _text(value: Any) -> str:
     return value
 
 
+_LIST_TYPES: dict[Any, Any] = {
+    list: list,
+    tuple: tuple,
+    set: set,
+    frozenset: frozenset,
+    collections.abc.Sequence: tuple,
+    collections.abc.Iterable: tuple,
+    collections.abc.Collection: tuple,
+    collections.abc.Set: frozenset,
+}
+"""How a list of the values is kept; a text would be one of its characters otherwise."""
+
+
 def _is_list_type(cls: Any) -> bool:
-    return get_origin(cls) is list or (
-        get_origin(cls) is tuple and get_args(cls)[1:] == (Ellipsis,)
-    )
+    origin, arguments = get_origin(cls), get_args(cls)
+    return origin in _LIST_TYPES and (origin is not tuple or arguments[1:] == (Ellipsis,))
 
 
 def _list_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     plain_list: Any = list[get_args(cls)[0]]  # type: ignore[misc]
     structure_items = list_structure_factory(plain_list, converter)
-    make: Any = get_origin(cls)
+    make = _LIST_TYPES[get_origin(cls)]
 
     def structure_list(value: Any, _type: Any) -> Any:
         if not isinstance(value, list | tuple):

@@ -6,6 +6,8 @@ the line and the nearest known key. docs/values.md is the reference.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,7 +34,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-_positive = validators.gt(0)
+_PASSWORD = re.compile(r"://[^/?#@:]*:[^/?#]+@|[?&]password=")
+
+_finite: Any = validators.lt(math.inf)
+_positive: Any = validators.and_(validators.gt(0), _finite)
+_not_negative: Any = validators.and_(validators.ge(0), _finite)
 _optional_positive = validators.optional(_positive)
 
 
@@ -46,7 +52,7 @@ class GatewaySettings:
     """Serve a backend in offline mode, whose answers come from no model."""
     timeout_ms: float = field(default=120_000, validator=_positive)
     """One call's whole time, with waiting for a slot and failing over."""
-    slot_wait_ms: float = field(default=10_000, validator=validators.ge(0))
+    slot_wait_ms: float = field(default=10_000, validator=_not_negative)
     """How long a call waits for a free slot of a backend."""
     retries: int = field(default=1, validator=validators.ge(0))
     """How often a call that did not reach the last backend of its route may try that one again."""
@@ -71,7 +77,7 @@ class TargetSettings:
     """A backend that serves a route, and its share of the calls."""
 
     backend: str
-    weight: float = field(default=1, validator=validators.ge(0))
+    weight: float = field(default=1, validator=_not_negative)
 
 
 @frozen(kw_only=True)
@@ -99,7 +105,7 @@ class RouteSettings:
     @targets.validator
     def _check_targets(self, _attribute: object, targets: tuple[TargetSettings, ...]) -> None:
         if not any(target.weight > 0 for target in targets):
-            raise ValueError("a route needs a target with a weight above 0")
+            raise ValueError("'targets' need one with a weight above 0")
 
 
 @frozen(kw_only=True)
@@ -116,8 +122,15 @@ class TenantSettings:
 class AuditSettings:
     """Where the record of every call goes."""
 
-    url: str | Secret = "sqlite:///iaop-audit.db"
+    url: str | Secret = field(default="sqlite:///iaop-audit.db")
     """A database URL as SQLAlchemy has them; a password in it is given by reference."""
+
+    @url.validator
+    def _check_url(self, _attribute: object, url: str | Secret) -> None:
+        if isinstance(url, str) and _PASSWORD.search(url):
+            raise ValueError(
+                "'url' holds a password; give it by reference, ${env:NAME} or ${file:PATH}"
+            )
 
 
 @frozen(kw_only=True)

@@ -44,7 +44,7 @@ def read_values(path: Path) -> tuple[object, Lines]:
     """The file's data, unchecked, and its lines. Raises `ValuesError`."""
     source = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except OSError as error:
         raise ValuesError(f"the values can't be read: {error.strerror}", source=source) from None
     except UnicodeDecodeError:
@@ -75,37 +75,49 @@ def _read_toml(text: str, source: str) -> tuple[object, Lines]:
 
 
 def _read_yaml(text: str, source: str) -> tuple[object, Lines]:
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        lines = Lines(source, dict(_yaml_lines(node, (), source)))
+        lines = Lines(source, dict(_yaml_lines(node, (), source, set())))
         data = loader.construct_document(node) if node is not None else {}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         raise ValuesError(f"not YAML: {error.problem}", source=source, line=line) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValuesError(f"not YAML: {error.reason}", source=source, line=line) from None
     except yaml.YAMLError as error:
         raise ValuesError(f"not YAML: {type(error).__name__}", source=source) from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise ValuesError("not values: they are nested too deeply", source=source) from None
+    except ValueError as error:  # such as a date in a thirteenth month
+        if isinstance(error, ValuesError):
+            raise
+        raise ValuesError(f"not YAML: {error}", source=source) from None
     return data, lines
 
 
 def _yaml_lines(
-    node: yaml.Node | None, path: KeyPath, source: str
+    node: yaml.Node | None, path: KeyPath, source: str, visited: set[int]
 ) -> Iterator[tuple[KeyPath, int]]:
+    if id(node) in visited:  # an alias: it may lead back to itself
+        return
+    visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ValuesError("a key is a text", source=source, line=line)
             if key.value in seen:
                 raise ValuesError(f"the key {key.value!r} is given twice", source=source, line=line)
             seen.add(key.value)
             yield (*path, key.value), line
-            yield from _yaml_lines(value, (*path, key.value), source)
+            yield from _yaml_lines(value, (*path, key.value), source, visited)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*path, index), value.start_mark.line + 1
-            yield from _yaml_lines(value, (*path, index), source)
+            yield from _yaml_lines(value, (*path, index), source, visited)
 
 
 def _dotted(path: KeyPath) -> str:
