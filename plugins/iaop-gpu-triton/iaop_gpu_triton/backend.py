@@ -130,6 +130,11 @@ class GpuTritonBackend(InferenceBackend):
     def capabilities(self) -> BackendCapabilities:
         return self._settings.capabilities
 
+    @property
+    def offline(self) -> bool:
+        """Whether the offline kernel answers in the place of the server."""
+        return self._kernel is not None
+
     # -- lifecycle ----------------------------------------------------------------------------
 
     def load_model(self, model_id: str = "") -> None:

@@ -7,7 +7,6 @@ server's statement that an answer is whole; without it a stream that was cut loo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -45,7 +44,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _CLOSE_GRACE_S = 3600.0  # for calls under way on a channel that was replaced
-_DRAIN_S = 0.5
+# How long a call that its reader has left may still end by itself. Many releases of Triton crash,
+# or never answer again, when a request is cancelled in the moment in which it ends: an answer that
+# is whole, or nearly so, is let end instead.
+_LEAVE_AFTER_S = 0.1
 _FORMATS = {
     "BOOL": "?",
     "INT8": "b",
@@ -68,6 +70,7 @@ class GrpcTransport:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._readers: set[asyncio.Task[None]] = set()
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._open()
 
@@ -119,9 +122,15 @@ class GrpcTransport:
     ) -> AsyncGenerator[Response, None]:
         channel = self._channel
         call = self._stub.ModelStreamInfer(_only(_request(model, version, tensors)))
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        reader = asyncio.ensure_future(_read(call, messages))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
         answering = knows_final = is_final = False
         try:
-            async for message in call:
+            while (message := await messages.get()) is not None:
+                if isinstance(message, grpc.aio.AioRpcError):
+                    raise self._failed(message, channel, None, answering=answering) from message
                 if message.error_message:
                     raise _errors.inference_error(
                         message.error_message,
@@ -137,12 +146,10 @@ class GrpcTransport:
                     answering = True
                     yield Response(_outputs(response))
                 if is_final:
-                    await _drain(call)
                     return
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error, channel, None, answering=answering) from error
         finally:
-            call.cancel()
+            leave = asyncio.get_running_loop().call_later(_LEAVE_AFTER_S, call.cancel)
+            reader.add_done_callback(lambda _: leave.cancel())
         # A server that never tells whether a response is the last one ends by closing the stream.
         if knows_final or not answering:
             raise _errors.ended_early(self._address, model)
@@ -177,6 +184,8 @@ class GrpcTransport:
         closing.add_done_callback(lambda _: self._replaced.pop(old, None))
 
     async def close(self) -> None:
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=_LEAVE_AFTER_S)
         await asyncio.gather(*(c.close(None) for c in (self._channel, *self._replaced)))
 
 
@@ -195,12 +204,17 @@ def _is_transport_failure(error: grpc.aio.AioRpcError) -> bool:
     )
 
 
-async def _drain(call: Any) -> None:
-    """Let a call whose answer is whole end by itself: cancelling it is work for the server."""
-    with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            async for _ in call:
-                pass
+async def _read(call: Any, messages: asyncio.Queue[Any]) -> None:
+    """Put a call's messages into the queue, and None or its error after the last.
+
+    A task of its own, because gRPC cancels a call in whose reading a task is cancelled.
+    """
+    try:
+        async for message in call:
+            messages.put_nowait(message)
+        messages.put_nowait(None)
+    except grpc.aio.AioRpcError as error:
+        messages.put_nowait(error)
 
 
 async def _only(request: Any) -> AsyncIterator[Any]:

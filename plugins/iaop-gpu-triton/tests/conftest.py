@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from triton_server import TritonServer
+from smollm2_folder import ConverterMissingError, smollm2_folder
+from triton_server import TritonServer, cache_dir
 
 from iaop_gpu_triton import GpuTritonBackend
 
@@ -18,6 +19,17 @@ def triton() -> Iterator[TritonServer]:
         *("echo", "echo-plain", "echo-minimal", "other-contract", "raw-engine", "broken"),
         preload=("echo", "echo-plain", "echo-minimal"),
     ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[TritonServer]:
+    """A real server that runs a real, small language model."""
+    try:
+        smollm2_folder(cache_dir())
+    except ConverterMissingError as error:
+        pytest.skip(str(error))
+    with TritonServer("smollm2") as server:
         yield server
 
 

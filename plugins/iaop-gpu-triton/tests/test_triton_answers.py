@@ -145,7 +145,7 @@ def test_six_megabytes_pass_both_ways(make: Make) -> None:
 
 
 def test_single_user_turn_is_sent_unchanged(echo: GpuTritonBackend) -> None:
-    assert echo.infer("  as it is\n").text == "as it is\n"
+    assert echo.infer("  as it is\n").text == "  as it is\n"
     assert echo.infer([{"role": "user", "content": "as it is"}]).text == "as it is"
 
 

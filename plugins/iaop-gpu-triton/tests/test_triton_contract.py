@@ -17,13 +17,19 @@ from triton_server import TritonServer
 from iaop_gpu_triton import GpuTritonBackend
 
 
-@pytest.fixture(params=["offline", "grpc", "http"])
+@pytest.fixture(params=["offline", "grpc", "http", "real language model"])
 def subject(request: pytest.FixtureRequest) -> ContractSubject:
     if request.param == "offline":
         return ContractSubject(
             make=lambda: GpuTritonBackend(offline=True),
             other_model_id="another-model",
             offline_tag="gpu",
+        )
+    if request.param == "real language model":
+        real: TritonServer = request.getfixturevalue("smollm2")
+        return ContractSubject(
+            make=lambda: GpuTritonBackend(real.grpc_url, "smollm2"),
+            missing_model_id="no-such-model",
         )
     server: TritonServer = request.getfixturevalue("triton")
     url = server.grpc_url if request.param == "grpc" else server.http_url

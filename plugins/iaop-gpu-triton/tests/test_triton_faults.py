@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
+from early_server import early_grpc_server, early_http_server
 from iaop_core import InferChunk
 from iaop_core.errors import (
     BackendProtocolError,
@@ -33,7 +38,7 @@ def proxied(
     port = triton.grpc_port if request.param == "grpc" else triton.http_port
     with TcpProxy(port) as proxy:
         url = f"{request.param}://{proxy.address}"
-        with GpuTritonBackend(url, "echo", timeout_ms=1000) as backend:
+        with closing(GpuTritonBackend(url, "echo", timeout_ms=1000)) as backend:
             backend.load_model()
             yield proxy, backend
 
@@ -205,6 +210,59 @@ def test_next_call_works_after_the_server_was_killed_and_is_back(protocol: str) 
             assert backend.health_check().healthy
 
 
+@pytest.mark.parametrize("face", ["infer", "stream"])
+def test_grpc_stream_closed_in_order_without_its_end_is_an_interruption(face: str) -> None:
+    with early_grpc_server(["a", "b"], tells_final=True) as url:
+        with closing(GpuTritonBackend(url, "early")) as backend:
+            backend.load_model()
+            with pytest.raises(StreamInterruptedError, match="without the end"):
+                list(getattr(backend, face)("x"))
+
+
+def test_grpc_server_that_never_tells_the_last_response_ends_by_closing() -> None:
+    with early_grpc_server(["a", "b"], tells_final=False) as url:
+        with closing(GpuTritonBackend(url, "early")) as backend:
+            backend.load_model()
+            assert ended(list(backend.stream("x"))).text == "ab"
+    with early_grpc_server([], tells_final=False) as url:
+        with closing(GpuTritonBackend(url, "early")) as backend:
+            backend.load_model()
+            with pytest.raises(StreamInterruptedError):
+                backend.infer("x")
+
+
+TOKEN = b'data: {"text_output":"a","finish_reason":"None"}\n\n'
+LAST = b'data: {"text_output":"b","finish_reason":"stop"}'
+
+
+@pytest.mark.parametrize(
+    "body", [b"", TOKEN, TOKEN + LAST, TOKEN + LAST.replace(b"stop", b"abort") + b"\n\n"]
+)
+def test_http_stream_that_ends_without_its_end_is_an_interruption(body: bytes) -> None:
+    with early_http_server(body) as url, closing(GpuTritonBackend(url, "early")) as backend:
+        backend.load_model()
+        with pytest.raises(StreamInterruptedError):
+            list(backend.stream("x"))
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r", b"\r\n"], ids=["LF", "CR", "CRLF"])
+def test_http_stream_is_split_at_line_ends_and_nowhere_else(line_end: bytes) -> None:
+    text = "a\u2028b\u0085c\x0bd"
+    event = b"data: " + json.dumps({"text_output": text}, ensure_ascii=False).encode()
+    body = (b": comment\n" + event + b"\n\n" + LAST + b"\n\n").replace(b"\n", line_end)
+    with early_http_server(body) as url, closing(GpuTritonBackend(url, "early")) as backend:
+        backend.load_model()
+        assert ended(list(backend.stream("x"))).text == text + "b"
+
+
+@pytest.mark.parametrize("body", [b"data: no JSON\n\n", b"data: 42\n\n"])
+def test_http_stream_of_another_protocol_is_told(body: bytes) -> None:
+    with early_http_server(body) as url, closing(GpuTritonBackend(url, "early")) as backend:
+        backend.load_model()
+        with pytest.raises(BackendProtocolError):
+            backend.infer("x")
+
+
 # -- callers that leave, and many at once --------------------------------------------------------
 
 
@@ -240,7 +298,9 @@ def test_call_left_before_its_first_token_is_cancelled_on_the_server(
 
 
 def test_concurrent_streams_overlap_and_do_not_mix(echo: GpuTritonBackend) -> None:
-    count, first_at, texts = 8, {}, {}
+    count = 8
+    first_at: dict[int, float] = {}
+    texts: dict[int, tuple[str, str, float]] = {}
 
     def read(number: int) -> None:
         tokens = [f"{number}-{i} " for i in range(10)]
@@ -258,6 +318,33 @@ def test_concurrent_streams_overlap_and_do_not_mix(echo: GpuTritonBackend) -> No
     assert len(texts) == count
     assert all(got == sent for got, sent, _ in texts.values())
     assert max(first_at.values()) < min(end for _, _, end in texts.values())
+
+
+def test_streams_left_in_the_moment_of_their_end_do_no_harm_to_the_server(
+    echo: GpuTritonBackend,
+) -> None:
+    # A cancellation that meets the end of its request is fatal to many releases of Triton.
+    for _ in range(500):
+        stream = echo.stream("an answer that is there at once")
+        next(iter(stream))
+        stream.close()  # type: ignore[attr-defined]
+    assert echo.infer("alive").text == "alive"
+
+
+def test_process_ends_while_a_stream_is_open(url: str) -> None:
+    code = (
+        "from iaop_gpu_triton import GpuTritonBackend\n"
+        f"backend = GpuTritonBackend({url!r}, 'echo'); backend.load_model()\n"
+        f"stream = iter(backend.stream({script(tokens=['a', 'b'], delay_s=60)!r}))\n"
+        "print(next(stream).delta, flush=True)\n"
+    )
+    for ending in ("", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)\n"):
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code + ending], capture_output=True, text=True, timeout=20
+        )
+        assert done.stdout == "a\n", done.stderr
+        assert time.monotonic() - started < 5
 
 
 def test_unload_ends_streams_under_way_with_an_error(make: Make) -> None:

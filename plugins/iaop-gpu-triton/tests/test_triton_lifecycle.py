@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from iaop_core.errors import (
@@ -29,7 +30,7 @@ def bare() -> Iterator[TritonServer]:
 @pytest.fixture(params=["grpc", "http"])
 def bare_backend(request: pytest.FixtureRequest, bare: TritonServer) -> Iterator[GpuTritonBackend]:
     url = bare.grpc_url if request.param == "grpc" else bare.http_url
-    with GpuTritonBackend(url, "echo", timeout_ms=5000) as backend:
+    with closing(GpuTritonBackend(url, "echo", timeout_ms=5000)) as backend:
         yield backend
 
 

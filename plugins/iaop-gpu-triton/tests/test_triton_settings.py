@@ -48,7 +48,7 @@ def test_server_url_that_cannot_be_used_is_refused_without_showing_it(url: str) 
 @pytest.mark.parametrize("name", ["max_concurrency", "timeout_ms", "max_tokens"])
 def test_setting_out_of_range_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        GpuTritonBackend(**{name: 0})
+        GpuTritonSettings(**{name: 0})  # type: ignore[arg-type]
 
 
 def test_backend_takes_the_settings_with_their_defaults() -> None:

@@ -174,12 +174,21 @@ class TritonServer:
             shutil.copytree(MODELS_DIR / model, self.repository / model)
 
     @property
+    def _shm_prefix(self) -> str:
+        return f"iaop-triton-{self.grpc_port}-"
+
+    @property
     def grpc_url(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
 
     @property
     def http_url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id while it runs."""
+        return self._process.pid if self._process else None
 
     def __enter__(self) -> TritonServer:
         try:
@@ -224,6 +233,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--allow-metrics=false",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             "--grpc-address=127.0.0.1",
             f"--grpc-port={self.grpc_port}",
             "--http-address=127.0.0.1",
@@ -242,7 +252,7 @@ class TritonServer:
         if real:
             from smollm2_folder import smollm2_folder
 
-            environment["IAOP_TRITON_SMOLLM2"] = str(smollm2_folder())
+            environment["IAOP_TRITON_SMOLLM2"] = str(smollm2_folder(cache_dir()))
         return environment
 
     def _answers_ready(self) -> bool:
@@ -268,6 +278,8 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)  # a killed server leaves its shared memory
         self._process = None
 
     def close(self) -> None:
@@ -321,6 +333,7 @@ def main() -> None:
             "grpc_port": server.grpc_port,
             "http_port": server.http_port,
             "models": options.model,
+            "pid": server.pid,
             "log": str(server.log_path),
         }
         print(json.dumps(addresses), flush=True)

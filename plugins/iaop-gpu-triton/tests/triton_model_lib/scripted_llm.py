@@ -11,12 +11,9 @@ import re
 import threading
 import time
 
-import numpy as np
-import triton_python_backend_utils as pb_utils
+from vllm_tensors import FINAL, NOT_ENDED, VllmRequest, error_response
 
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 SCRIPT = re.compile(r"\[\[(\{.*\})\]\]", re.DOTALL)
-NO_FINISH = "None"
 CANCEL_POLL_S = 0.02
 UNENDED_S = 20.0
 
@@ -46,7 +43,7 @@ class Script:
                 raise ValueError(f"the script has no field {key!r}")
             setattr(self, key, value)
         if self.tokens is None:
-            self.tokens = re.findall(r"\S+\s*", prompt)
+            self.tokens = re.findall(r"\s*\S+\s*", prompt)
         self.tokens = [token * self.repeat for token in self.tokens]
 
 
@@ -54,7 +51,6 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-        self.outputs = {output["name"] for output in config["output"]}
         self.records = {}
 
     def execute(self, requests):
@@ -83,31 +79,21 @@ class Job:
     """One request: what it asked for, and sending the answer."""
 
     def __init__(self, model, request, sender):
-        self.model, self.sender = model, sender
-        tensors = {tensor.name(): tensor.as_numpy().ravel() for tensor in request.inputs()}
-        self.prompt = tensors["text_input"][0].decode()
-        self.streaming = bool(flag(tensors, "stream", False))
-        self.excludes_input = flag(tensors, "exclude_input_in_output", None)
-        self.returns_input_count = flag(tensors, "return_num_input_tokens", False)
-        self.returns_output_count = flag(tensors, "return_num_output_tokens", False)
-        self.returns_finish_reason = flag(tensors, "return_finish_reason", False)
-        sampling_text = tensors.get("sampling_parameters", [b"{}"])[0].decode()
-        sampling = json.loads(sampling_text)
-        if self.streaming and self.excludes_input is not None and not self.excludes_input:
-            raise ValueError("a stream cannot repeat its input")
-        self.script = Script(self.prompt)
-        limit = sampling.get("max_tokens", 16)  # vLLM's own default
-        self.texts = self.script.tokens[:limit]
-        self.finish_reason = "length" if len(self.script.tokens) > limit else "stop"
+        self.sender = sender
+        self.asked = VllmRequest(request)
+        self.script = Script(self.asked.prompt)
+        tokens, limit = self.script.tokens, self.asked.max_tokens
+        self.texts = tokens[:limit]
+        self.finish_reason = "length" if len(tokens) > limit else "stop"
+        if self.script.report:
+            self.texts = [json.dumps(model.records.get(self.script.report, {}))]
         self.record = {
-            "tensors": sorted(tensors),
-            "sampling_parameters": sampling_text,
-            "stream": self.streaming,
+            "tensors": self.asked.names,
+            "sampling_parameters": self.asked.sampling_text,
+            "stream": self.asked.streaming,
             "sent": 0,
             "outcome": "running",
         }
-        if self.script.report:
-            self.texts = [json.dumps(model.records.get(self.script.report, {}))]
         if self.script.tag:
             model.records[self.script.tag] = self.record
 
@@ -120,18 +106,19 @@ class Job:
 
     def send_all(self):
         script, sent_tokens = self.script, 0
+        fails = script.fail_after is not None
         parts = self.parts()
-        for number, (part, tokens, is_last) in enumerate(parts):
-            self.wait(script.first_delay_s if number == 0 else script.delay_s)
-            if script.fail_after is not None and sent_tokens >= script.fail_after:
+        for number, (part, tokens) in enumerate(parts):
+            self.wait(script.delay_s if number else script.first_delay_s)
+            if fails and sent_tokens >= script.fail_after:
                 break
-            ends_here = is_last and script.fail_after is None and script.end == "flag_on_last"
-            reason = self.finish_reason if is_last and script.fail_after is None else NO_FINISH
-            response = self.response(part, reason, tokens)
-            self.sender.send(response, flags=FINAL if ends_here else 0)
+            is_end = number == len(parts) - 1 and not fails
+            response = self.response(part, self.finish_reason if is_end else NOT_ENDED, tokens)
+            has_flag = is_end and script.end == "flag_on_last"
+            self.sender.send(response, flags=FINAL if has_flag else 0)
             sent_tokens += tokens
             self.record["sent"] = sent_tokens
-        if script.fail_after is not None:
+        if fails:
             self.fail()
             return
         self.record["outcome"] = "finished"
@@ -141,42 +128,31 @@ class Job:
             self.sender.send(flags=FINAL)
 
     def parts(self):
-        """The pieces to send as (bytes, tokens in it, is the last)."""
+        """The pieces to send, with the tokens in each."""
         if self.script.raw_hex:
-            return [(bytes.fromhex(self.script.raw_hex), 1, True)]
+            return [(bytes.fromhex(self.script.raw_hex), 1)]
         pieces = [(text.encode(), 1) for text in self.texts]
-        if not self.streaming:
-            whole = b"".join(piece for piece, _ in pieces)
-            if not self.excludes_input:
-                whole = self.prompt.encode() + whole
-            pieces = [(whole, len(pieces))]
+        if not self.asked.streaming:
+            before = self.asked.prompt.encode() if self.asked.repeats_input else b""
+            pieces = [(before + b"".join(piece for piece, _ in pieces), len(pieces))]
         if self.script.split_bytes:
             size, whole = self.script.split_bytes, b"".join(piece for piece, _ in pieces)
             pieces = [(whole[at : at + size], 1) for at in range(0, len(whole), size)]
-        return [(*piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+        return pieces
 
-    def response(self, text, finish_reason, token_count):
-        values = {}
-        if not self.script.omit_output:
-            data = text if isinstance(text, bytes) else text.encode()
-            values["text_output"] = np.array([data], dtype=object)
-        if self.returns_input_count:
-            count = len(self.prompt.split())
-            values["num_input_tokens"] = np.array([count], dtype=np.uint32)
-        if self.returns_output_count:
-            values["num_output_tokens"] = np.array([token_count], dtype=np.uint32)
-        if self.returns_finish_reason:
-            values["finish_reason"] = np.array([finish_reason.encode()], dtype=object)
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, v) for name, v in values.items() if name in self.model.outputs]
+    def response(self, text, finish_reason, new_tokens):
+        return self.asked.response(
+            None if self.script.omit_output else text,
+            finish_reason=finish_reason,
+            prompt_tokens=len(self.asked.prompt.split()),
+            new_tokens=new_tokens,
         )
 
     def fail(self):
         self.record["outcome"] = "failed"
-        if self.script.end_after_error:
-            self.sender.send(error_response(self.script.error_text), flags=FINAL)
-        else:
-            self.sender.send(error_response(self.script.error_text))
+        ends = self.script.end_after_error
+        self.sender.send(error_response(self.script.error_text), flags=FINAL if ends else 0)
+        if not ends:
             self.wait(UNENDED_S)
             self.sender.send(flags=FINAL)
 
@@ -193,14 +169,3 @@ class Job:
 
 class ClientLeftError(Exception):
     """The request was cancelled."""
-
-
-def flag(tensors, name, default):
-    return tensors[name][0] if name in tensors else default
-
-
-def error_response(message):
-    return pb_utils.InferenceResponse(
-        [pb_utils.Tensor("text_output", np.array([b"N/A"], dtype=object))],
-        error=pb_utils.TritonError(message),
-    )
