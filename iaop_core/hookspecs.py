@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
-from attrs import frozen
+from attrs import field, fields, frozen, validators
+
+from iaop_core.capabilities import BackendCapabilities
 
 if TYPE_CHECKING:
     from iaop_core.backend import InferenceBackend
-    from iaop_core.capabilities import BackendCapabilities, BackendHealth
+    from iaop_core.capabilities import BackendHealth
     from iaop_core.messages import InferResult
 
 __all__ = [
@@ -34,6 +36,8 @@ A plugin works with a core of the same MAJOR whose MINOR is not lower than its o
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
+_is_text = validators.instance_of(str)
+
 
 @frozen
 class Probe:
@@ -47,18 +51,20 @@ class Probe:
 class BackendSpec:
     """One backend that a plugin offers; making it must stay cheap: it imports no SDK."""
 
-    name: str
+    name: str = field(validator=_is_text)
     """Equal to the entry point's name."""
-    summary: str
-    api_version: str
+    summary: str = field(validator=_is_text)
+    api_version: str = field(validator=_is_text)
     """The `API_VERSION` that the plugin was written for, as a literal."""
-    capabilities: BackendCapabilities
+    capabilities: BackendCapabilities = field(validator=validators.instance_of(BackendCapabilities))
     """With default settings; the backend itself tells those of its own settings."""
-    settings_class: type[Any]
+    settings_class: type[Any] = field(validator=lambda _self, _attribute, value: fields(value))
     """An attrs class; the `settings` of the values are checked against its fields and types."""
-    factory: Callable[[Any], InferenceBackend]
+    factory: Callable[[Any], InferenceBackend] = field(validator=validators.is_callable())
     """Makes the backend from an instance of `settings_class`. May import the SDK."""
-    probe: Callable[[], Probe] = lambda: Probe(usable=True)
+    probe: Callable[[], Probe] = field(
+        default=lambda: Probe(usable=True), validator=validators.is_callable()
+    )
     """Says whether the backend is usable here, without touching a device and without the SDK's
     import where its metadata is enough."""
 

@@ -41,6 +41,9 @@ __all__ = [
 BACKENDS_GROUP = "iaop.backends"
 ADDONS_GROUP = "iaop.addons"
 
+_REFUSING_HOOKS = ("iaop_model_loading", "iaop_infer_started")
+"""Those that are told before the fact."""
+
 State: TypeAlias = Literal["available", "disabled", "incompatible", "broken", "duplicate"]
 
 _log = logging.getLogger(__name__)
@@ -160,10 +163,11 @@ class PluginRegistry:
             return evolve(record, state="incompatible", reason=reason)
         try:
             probe = spec.probe()
+            usable, reason = bool(probe.usable), str(probe.reason)
         except (Exception, SystemExit) as error:
             return evolve(record, reason=f"its probe failed: {_say(error)}")
         self._specs[entry] = spec
-        return evolve(record, state="available" if probe.usable else "broken", reason=probe.reason)
+        return evolve(record, state="available" if usable else "broken", reason=reason)
 
     def _disabled_by(self, entry: _Entry) -> str:
         name = _normalised(entry.distribution)
@@ -206,7 +210,7 @@ class PluginRegistry:
             raise DuplicateBackendError(
                 f"{prefix}backend {name!r} is refused: {record.reason}",
                 backend=name,
-                distributions=tuple(rival.owner for rival in rivals),
+                distributions=tuple(sorted(rival.owner for rival in rivals)),
             )
         spec = self._specs.get(entry)
         offline = allow_offline and spec is not None and spec.capabilities.offline_mode
@@ -219,7 +223,7 @@ class PluginRegistry:
             )
         plugin = self._plugins[entry]
         if not self._manager.is_registered(plugin):
-            self._manager.register(plugin, name=entry.owner)
+            self._manager.register(plugin, name=f"{entry.owner} {entry.name}")
         return spec
 
     def _say_unknown(self, name: str) -> str:
@@ -237,20 +241,21 @@ class PluginRegistry:
 
     def _load_spec(self, entry: _Entry) -> BackendSpec:
         plugin = _import(entry)
-        trial = _new_manager()
         try:
-            trial.register(plugin, name=entry.owner)
-            trial.check_pending()
-            _refuse_wrappers(trial)
+            trial = _new_manager()
+            trial.register(plugin)
             offers = [spec for specs in trial.hook.iaop_backends() for spec in specs]
+            mine = [s for s in offers if isinstance(s, BackendSpec) and s.name == entry.name]
+            # A plugin for a newer API may well have hooks that this core does not know.
+            if not (mine and _incompatibility(mine[0], entry)):
+                _check_hooks(trial)
         except (Exception, SystemExit) as error:
             raise PluginLoadError(
                 f"{entry.value} has wrong hooks: {_say(error)}", distribution=entry.owner
             ) from error
-        for spec in offers:
-            if isinstance(spec, BackendSpec) and spec.name == entry.name:
-                self._plugins[entry] = plugin
-                return spec
+        if mine:
+            self._plugins[entry] = plugin
+            return mine[0]
         raise PluginLoadError(
             f"the hook iaop_backends of {entry.value} gives no BackendSpec named {entry.name!r}",
             distribution=entry.owner,
@@ -269,11 +274,7 @@ class PluginRegistry:
             try:
                 plugin = _import(entry)
                 if not self._manager.is_registered(plugin):
-                    trial = _new_manager()
-                    trial.register(plugin)
-                    trial.check_pending()
-                    _refuse_wrappers(trial)
-                    self._manager.register(plugin, name=f"{entry.owner} {entry.name}")
+                    self.register(plugin, name=f"{entry.owner} {entry.name}")
             except (Exception, SystemExit) as error:
                 raise PluginLoadError(
                     f"add-on {entry.name!r} of {entry.owner} can't be used: {_say(error)}; mend or "
@@ -284,26 +285,31 @@ class PluginRegistry:
         return loaded
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin object by hand, such as an application's own watcher of the lifecycle."""
+        """Add a plugin object by hand, such as an application's own watcher of the lifecycle.
+
+        Raises `pluggy.PluginValidationError`, having added nothing, when its hooks are wrong.
+        """
+        trial = _new_manager()
+        trial.register(plugin)
+        _check_hooks(trial)
         self._manager.register(plugin, name)
-        self._manager.check_pending()
-        _refuse_wrappers(self._manager)
 
     # -- telling ---------------------------------------------------------------------------------
 
     def notify(self, hook: str, **facts: Any) -> None:
         """Tell every implementation of the hook, whatever the others do.
 
-        A `RequestVetoedError` goes to the caller, after all were told; anything else that an
-        implementation raises is logged with its name.
+        A `RequestVetoedError` of a hook that may refuse goes to the caller, after all were told;
+        anything else that an implementation raises is logged with its name.
         """
         veto: RequestVetoedError | None = None
         for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
             try:
                 implementation.function(*(facts[name] for name in implementation.argnames))
-            except RequestVetoedError as error:
-                veto = veto or error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
+                if isinstance(error, RequestVetoedError) and hook in _REFUSING_HOOKS:
+                    veto = veto or error
+                    continue
                 _log.error(
                     "hook %s of %s failed: %s",
                     hook,
@@ -321,7 +327,8 @@ def _new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _refuse_wrappers(manager: pluggy.PluginManager) -> None:
+def _check_hooks(manager: pluggy.PluginManager) -> None:
+    manager.check_pending()
     for plugin in manager.get_plugins():
         for caller in manager.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
@@ -411,11 +418,8 @@ def _scan(path: tuple[str, ...]) -> tuple[_Entry, ...]:
             continue
         folders.add(folder)
         hidden_by = first_seen.setdefault(_normalised(name), folder)
-        text = distribution.read_text("entry_points.txt") or ""
-        if PROJECT_NAME not in text:
-            continue
         known = {(e.group, e.name, _normalised(e.distribution)) for e in entries}
-        for entry_point in distribution.entry_points:
+        for entry_point in _entry_points(distribution):
             key = (entry_point.group, entry_point.name, _normalised(name))
             if entry_point.group in (BACKENDS_GROUP, ADDONS_GROUP) and key not in known:
                 entries.append(
@@ -431,6 +435,16 @@ def _scan(path: tuple[str, ...]) -> tuple[_Entry, ...]:
     return tuple(entries)
 
 
+def _entry_points(distribution: Any) -> Iterable[Any]:
+    """Its entry points when some may be ours; none when they are unreadable, which is logged."""
+    try:
+        text = distribution.read_text("entry_points.txt") or ""
+        return distribution.entry_points if PROJECT_NAME in text else ()
+    except Exception as error:
+        _log.warning("entry points of %s are unreadable: %s", _identify(distribution)[1], error)
+        return ()
+
+
 def _identify(distribution: Any) -> tuple[str, str]:
     """A distribution's name and its metadata folder.
 
@@ -439,8 +453,9 @@ def _identify(distribution: Any) -> tuple[str, str]:
     path = getattr(distribution, "_path", None)
     stem, _, suffix = str(getattr(path, "name", "")).rpartition(".")
     if suffix in ("dist-info", "egg-info") and stem:
-        metadata_name = stem.partition("-")[0]
-        return metadata_name.replace("_", "-"), str(path)
+        # NAME-VERSION, and of an egg perhaps -pyX.Y-PLATFORM; an old tool left dashes in the name.
+        match = re.fullmatch(r"(.+?)(?:-v?\d[^-]*(?:-py\d.*)?)?", stem)
+        return (match[1] if match else stem).replace("_", "-"), str(path)
     name = _metadata(distribution).get("Name", "")
     return name, str(path or name)
 
@@ -456,5 +471,12 @@ def _broken_metadata(path: tuple[str, ...]) -> list[str]:
     return [
         _identify(distribution)[1]
         for distribution in importlib_metadata.distributions(path=list(path))
-        if not _metadata(distribution).get("Name")
+        if not (_metadata(distribution).get("Name") and _has_readable_entry_points(distribution))
     ]
+
+
+def _has_readable_entry_points(distribution: Any) -> bool:
+    try:
+        return all(entry_point.group for entry_point in distribution.entry_points)
+    except Exception:
+        return False
