@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -21,6 +21,7 @@ Context: TypeAlias = Sequence[str] | None
 Mode: TypeAlias = Literal["infer", "stream"]
 
 _FACES = ("infer", "stream", "ainfer", "astream")
+_PINNED = "_runs_on_core_loop"
 
 
 class InferenceBackend(ABC):
@@ -41,8 +42,9 @@ class InferenceBackend(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for face, pin in (("ainfer", _pin_call), ("astream", _pin_stream)):
-            if face in vars(cls):
-                setattr(cls, face, pin(vars(cls)[face]))
+            method = getattr(cls, face)  # written here, or inherited from a class beside ours
+            if method is not getattr(InferenceBackend, face) and not hasattr(method, _PINNED):
+                setattr(cls, face, pin(method))
         cls._own = frozenset(
             face for face in _FACES if getattr(cls, face) is not getattr(InferenceBackend, face)
         )
@@ -109,16 +111,19 @@ class InferenceBackend(ABC):
         """As `infer`. Cancelling the task cancels the work."""
         work = start_work(self, "infer", prompt, context, params)
         result = None
-        async for chunk in _suspending(work):
-            result = chunk.result or result
+        async with aclosing(_suspending(work)) as chunks:
+            async for chunk in chunks:
+                result = chunk.result or result
         return _required(result, self.name)
 
     async def astream(
         self, prompt: Prompt, context: Context = None, *, params: Params = None
     ) -> AsyncIterator[InferChunk]:
         """As `stream`. Closing the generator, or cancelling the task, cancels the work."""
-        async for chunk in _suspending(start_work(self, "stream", prompt, context, params)):
-            yield chunk
+        work = start_work(self, "stream", prompt, context, params)
+        async with aclosing(_suspending(work)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def generate(self, prompt: Prompt, context: Context = None) -> str:
         """The text of `infer`."""
@@ -204,7 +209,7 @@ def _blocking(work: bridge.Work[InferChunk]) -> Iterator[InferChunk]:
             yield chunk
 
 
-async def _suspending(work: bridge.Work[InferChunk]) -> AsyncIterator[InferChunk]:
+async def _suspending(work: bridge.Work[InferChunk]) -> AsyncGenerator[InferChunk, None]:
     with work:
         while (chunk := await bridge.suspend(work.next())) is not None:
             yield chunk
@@ -219,6 +224,7 @@ def _pin_call(method: Callable[..., Any]) -> Callable[..., Any]:
             return await method(self, *args, **kwargs)
         return await asyncio.wrap_future(bridge.submit(method(self, *args, **kwargs)))
 
+    setattr(pinned, _PINNED, True)
     return pinned
 
 
@@ -228,12 +234,18 @@ def _pin_stream(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     async def pinned(self: InferenceBackend, *args: Any, **kwargs: Any) -> Any:
         if bridge.on_core_loop():
-            async with aclosing(method(self, *args, **kwargs)) as items:
+            items = method(self, *args, **kwargs)
+            try:
                 async for item in items:
                     yield item
+            finally:
+                if hasattr(items, "aclose"):
+                    await items.aclose()
         else:
             work = bridge.pump_async(lambda: method(self, *args, **kwargs))
-            async for item in _suspending(work):
-                yield item
+            async with aclosing(_suspending(work)) as chunks:
+                async for item in chunks:
+                    yield item
 
+    setattr(pinned, _PINNED, True)
     return pinned

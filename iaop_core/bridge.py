@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from types import GeneratorType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from iaop_core.errors import StreamInterruptedError
+
 __all__ = [
     "Wait",
     "Work",
@@ -53,10 +55,20 @@ def core_loop() -> asyncio.AbstractEventLoop:
         if _loop is None:
             _loop = asyncio.new_event_loop()
             _loop_thread = threading.Thread(
-                target=_loop.run_forever, name="iaop-core-loop", daemon=True
+                target=_run_loop, args=(_loop,), name="iaop-core-loop", daemon=True
             )
             _loop_thread.start()
         return _loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # A coroutine raised it. Its own caller gets it; the others still need the loop.
+            continue
+        return
 
 
 def on_core_loop() -> bool:
@@ -87,6 +99,8 @@ def _stop_loop() -> None:
 
     asyncio.run_coroutine_threadsafe(cancel_rest(), loop)
     thread.join(2)
+    if not thread.is_alive():
+        loop.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -121,12 +135,21 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
         try:
             result = context.run(function)
         except BaseException as error:  # a SystemExit, too, belongs to the caller
-            future.set_exception(error)
+            future.set_exception(_as_failure(error))
         else:
             future.set_result(result)
 
     threading.Thread(target=work, name="iaop-work", daemon=True).start()
     return future
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    """The error, unless it would steer the caller's coroutine instead of telling of a failure."""
+    if isinstance(error, asyncio.CancelledError):
+        return StreamInterruptedError("the work was cancelled from within, before its end")
+    if isinstance(error, StopIteration | StopAsyncIteration):
+        return RuntimeError(f"the work raised {type(error).__name__}")
+    return error
 
 
 # -- waiting ----------------------------------------------------------------------------------
@@ -160,7 +183,9 @@ async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
     """Wait by suspending the running task."""
     if future.done():
         return future.result()
-    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+    # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(future)
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -220,6 +245,7 @@ class Work(Generic[T]):
             future, self._waiting = self._waiting, None
             if future is None or not future.set_running_or_notify_cancel():
                 future = Future()
+                future.set_running_or_notify_cancel()  # who takes it can't cancel it
                 self._ready.append(future)
         settle(future)
 
@@ -231,7 +257,8 @@ class Work(Generic[T]):
             if error is None:
                 self._resolve(lambda future: future.set_result(None), last=True)
             else:
-                self._resolve(lambda future: future.set_exception(error), last=True)
+                failure = _as_failure(error)
+                self._resolve(lambda future: future.set_exception(failure), last=True)
         finally:
             if self._on_end is not None:
                 self._on_end()
@@ -240,8 +267,8 @@ class Work(Generic[T]):
 def pump(start: Callable[[], Iterable[T]], on_end: Callable[[], None] | None = None) -> Work[T]:
     """Consume `start()` in a thread. A cancelled generator is closed after its next item.
 
-    An iterator that is no generator and has a `close` is closed at once, from the thread that
-    cancels: so an author makes a slow engine stop promptly.
+    An iterator that is no generator and has a `close` is closed at once, from another thread: so an
+    author makes a slow engine stop promptly.
     """
     work: Work[T] = Work(on_end)
     cancelled = threading.Event()
@@ -254,8 +281,8 @@ def pump(start: Callable[[], Iterable[T]], on_end: Callable[[], None] | None = N
 
     def stop() -> None:
         cancelled.set()
-        if not isinstance(iterator, GeneratorType):
-            close()
+        if iterator is not None and not isinstance(iterator, GeneratorType):
+            in_thread(close)  # who cancels waits for nothing, and may be an event loop
 
     def consume() -> None:
         nonlocal iterator
@@ -298,7 +325,9 @@ def pump_async(
                 await items.aclose()
 
     def ended(task: asyncio.Task[None]) -> None:
-        work._end(asyncio.CancelledError() if task.cancelled() else task.exception())
+        # Who cancelled the work has gone; for anyone else a cancelled task is a failure.
+        cancelled = RuntimeError("the task was cancelled from inside")
+        work._end(cancelled if task.cancelled() else task.exception())
 
     def begin() -> None:
         nonlocal task

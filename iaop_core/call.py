@@ -105,9 +105,13 @@ class Call:
         self._result: InferResult | None = None
 
     async def chunks(self) -> AsyncGenerator[InferChunk, None]:
-        """The answer's chunks. The row is written, and the quota settled, whatever the end."""
+        """The answer's chunks. The row is written, and the quota settled, whatever the end.
+
+        The end is given out when its row is written: an answer that isn't recorded is not served.
+        """
         error: BaseException | None = None
         reservation: Reservation | None = None
+        end: InferChunk | None = None
         try:
             route, params = self._read_request()
             if self._request.tenant:
@@ -117,7 +121,10 @@ class Call:
                 )
             async with aclosing(self._answer(route, params)) as chunks:
                 async for chunk in chunks:
-                    yield chunk
+                    if chunk.result is None:
+                        yield chunk
+                    else:
+                        end = chunk
         except BaseException as raised:
             error = raised
             raise
@@ -128,6 +135,8 @@ class Call:
             written = self._site.audit.write(row)
             if row.outcome != "abandoned":
                 await self._confirm(written, error)
+        if end is not None:
+            yield end
 
     async def _confirm(self, written: Future[None], error: BaseException | None) -> None:
         """Wait for the row. When it can't be written, an answer is not served either."""
@@ -199,10 +208,10 @@ class Call:
     async def _attempt(
         self, backend: SiteBackend, route: RouteSettings, params: GenerationParams
     ) -> AsyncGenerator[InferChunk, None]:
+        self._last = backend
         instance = backend.instance()
         check_policy(self._route_name, route, backend)
         params.require_supported(instance.capabilities.params, backend=backend.name)
-        self._last = backend
         self._attempts += 1
         self._device = instance.capabilities.device
         call = InferCall(
@@ -277,9 +286,9 @@ class Call:
                     chunk = await self._wait(work.next(), self._remaining_s())
                 except IaopError:
                     raise
-                except TimeoutError:
-                    raise self._timed_out(backend) from None
                 except Exception as error:
+                    if isinstance(error, TimeoutError) and not self._remaining_s():
+                        raise self._timed_out(backend) from None
                     raise BackendProtocolError(
                         f"backend {backend.name!r} raised {type(error).__name__}, which is outside "
                         "of the errors that the contract allows; tell its provider",

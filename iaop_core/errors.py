@@ -195,6 +195,10 @@ class PluginLoadError(ConfigurationError, ImportError):
         super().__init__(message, backend=backend)
         self.distribution = distribution
 
+    @property
+    def may_fail_over(self) -> bool:
+        return True
+
 
 class ModelLoadError(ConfigurationError, RuntimeError):
     """The model can't be loaded as configured. `model` is its id."""

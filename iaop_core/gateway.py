@@ -18,7 +18,7 @@ from iaop_core.backend import Context
 from iaop_core.bridge import Wait
 from iaop_core.call import Call, Request, Site
 from iaop_core.capabilities import BackendHealth
-from iaop_core.errors import IaopError
+from iaop_core.errors import IaopError, InvalidRequestError
 from iaop_core.messages import InferChunk, InferResult, Params, Prompt
 from iaop_core.plugins import PluginRegistry
 from iaop_core.policy import check_policy
@@ -192,6 +192,10 @@ class LLMGateway:
 
     async def _load(self, route: str | None, wait: Wait) -> None:
         routes = self._site.values.routes
+        if route is not None and route not in routes:
+            raise InvalidRequestError(
+                f"no route {route!r}; there are: {', '.join(routes)}", param="route"
+            )
         wanted = {name: _members(routes[name]) for name in routes if route in (None, name)}
         names = dict.fromkeys(name for members in wanted.values() for name in members)
         loads = {name: bridge.in_thread(self._site.backends[name].load) for name in names}

@@ -70,10 +70,12 @@ def _encodable(text: str, param: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(
-            f"a text of {param} holds half of a surrogate pair, which is not Unicode", param=param
-        ) from None
-    return text
+        pass  # raised below, outside of it: this error holds the text
+    else:
+        return text
+    raise InvalidRequestError(
+        f"a text of {param} holds half of a surrogate pair, which is not Unicode", param=param
+    )
 
 
 @frozen

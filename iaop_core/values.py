@@ -55,7 +55,7 @@ class GatewaySettings:
     slot_wait_ms: float = field(default=10_000, validator=_not_negative)
     """How long a call waits for a free slot of a backend."""
     retries: int = field(default=1, validator=validators.ge(0))
-    """How often a call that did not reach the last backend of its route may try that one again."""
+    """How often to go again through the backends of the route that could not take the call yet."""
 
 
 @frozen(kw_only=True)

@@ -18,8 +18,8 @@ A plugin's test module gives a fixture `subject` and takes the classes::
     class TestHealth(HealthContract): ...
     class TestOffline(OfflineContract): ...
 
-What a backend does not declare in its capabilities is skipped, with the reason. docs/contract.md
-lists the rules. Needs the extra `iaop-core[contract]`.
+What a subject does not have, such as another model or an offline mode, is skipped with the reason.
+docs/contract.md lists the rules. Needs the extra `iaop-core[contract]`.
 """
 
 from __future__ import annotations

@@ -39,5 +39,6 @@ class HealthContract(ContractRules):
     def test_health_says_when_the_backend_is_offline(
         self, subject: ContractSubject, loaded: InferenceBackend
     ) -> None:
+        assert loaded.offline == (subject.offline_tag is not None)
         says_offline = "offline=True" in loaded.health_check().detail
         assert says_offline == (subject.offline_tag is not None)

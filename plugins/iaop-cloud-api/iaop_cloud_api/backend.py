@@ -75,6 +75,11 @@ class CloudApiBackend(InferenceBackend):
     def capabilities(self) -> BackendCapabilities:
         return capabilities_of(self._settings)
 
+    @property
+    def offline(self) -> bool:
+        """Whether the offline kernel answers in the place of the endpoint."""
+        return self._kernel is not None
+
     def load_model(self, model_id: str = "") -> None:
         """Bind the model's name, having read the secrets and certificates. No network is used.
 

@@ -238,10 +238,11 @@ class CloudApiSettings:
 
 def capabilities_of(settings: CloudApiSettings) -> BackendCapabilities:
     """What a backend of these settings can do."""
+    params = frozenset((*settings.params, "max_tokens"))
     return BackendCapabilities(
         streaming=True,
         max_concurrency=settings.max_concurrency,
         on_premises=settings.on_premises,
-        params=frozenset((*settings.params, "max_tokens")),
+        params=params,
         offline_mode=True,
     )

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import pytest
 from faulty_upstream import FaultyUpstream
-from iaop_cloud_api import CloudApiBackend
 from llama_server import LlamaServer
+
+from iaop_cloud_api import CloudApiBackend
 
 Make: TypeAlias = Callable[..., CloudApiBackend]
 

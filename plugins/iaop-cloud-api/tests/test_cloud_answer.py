@@ -17,8 +17,8 @@ from faulty_upstream import (
     json_reply,
     usage,
 )
-from iaop_cloud_api import CloudApiBackend
 
+from iaop_cloud_api import CloudApiBackend
 from iaop_core.errors import (
     BackendProtocolError,
     BackendTimeoutError,

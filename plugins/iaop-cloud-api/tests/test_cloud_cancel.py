@@ -20,8 +20,8 @@ from faulty_upstream import (
     head,
     json_reply,
 )
-from iaop_cloud_api import CloudApiBackend
 
+from iaop_cloud_api import CloudApiBackend
 from iaop_core.errors import BackendUnavailableError, ServiceError
 
 OK = json_reply(completion("Hello"))

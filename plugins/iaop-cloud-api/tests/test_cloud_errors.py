@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from faulty_upstream import FaultyUpstream, Reply, error, head, json_reply
-from iaop_cloud_api import CloudApiBackend, _errors
 
+from iaop_cloud_api import CloudApiBackend, _errors
 from iaop_core.errors import (
     BackendProtocolError,
     BackendTimeoutError,

@@ -17,8 +17,8 @@ from faulty_upstream import (
     head,
     json_reply,
 )
-from iaop_cloud_api import CloudApiBackend
 
+from iaop_cloud_api import CloudApiBackend
 from iaop_core import Secret
 from iaop_core.errors import CredentialsRefusedError, ModelLoadError
 

@@ -22,8 +22,8 @@ from faulty_upstream import (
     events,
     json_reply,
 )
-from iaop_cloud_api import CloudApiBackend, CloudApiSettings
 
+from iaop_cloud_api import CloudApiBackend, CloudApiSettings
 from iaop_core import Secret
 from iaop_core.errors import IaopError, ValuesError
 

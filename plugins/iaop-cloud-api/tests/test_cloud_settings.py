@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from faulty_upstream import FaultyUpstream, completion, json_reply
-from iaop_cloud_api import CloudApiBackend, CloudApiSettings
 
+from iaop_cloud_api import CloudApiBackend, CloudApiSettings
 from iaop_core import Secret
 from iaop_core.errors import ModelLoadError, ValuesError
 from iaop_core.values import Values

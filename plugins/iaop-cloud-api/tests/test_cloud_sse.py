@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from iaop_cloud_api.sse import EventTooLongError, SseReader
 
 

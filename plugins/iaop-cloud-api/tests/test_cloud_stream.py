@@ -25,8 +25,8 @@ from faulty_upstream import (
     usage,
     usage_chunk,
 )
-from iaop_cloud_api import CloudApiBackend
 
+from iaop_cloud_api import CloudApiBackend
 from iaop_core import InferResult
 from iaop_core.errors import (
     BackendProtocolError,

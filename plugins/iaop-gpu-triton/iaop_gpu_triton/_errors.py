@@ -16,7 +16,6 @@ from iaop_core.errors import (
     RateLimitedError,
     StreamInterruptedError,
 )
-
 from iaop_gpu_triton.settings import NAME
 
 _SHOWN_CHARACTERS = 300

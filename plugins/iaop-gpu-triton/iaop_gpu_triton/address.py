@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from attrs import frozen
+
 from iaop_core.errors import ValuesError
 
 ProtocolName: TypeAlias = Literal["grpc", "http"]

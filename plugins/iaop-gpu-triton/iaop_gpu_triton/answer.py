@@ -9,7 +9,6 @@ from typing import cast, get_args
 from iaop_core import InferResult
 from iaop_core.errors import BackendProtocolError, StreamInterruptedError
 from iaop_core.messages import FinishReason, estimate_tokens
-
 from iaop_gpu_triton.contract import Piece
 from iaop_gpu_triton.settings import NAME
 

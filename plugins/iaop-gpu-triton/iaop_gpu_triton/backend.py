@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 
 from attrs import frozen
+
 from iaop_core import (
     BackendCapabilities,
     BackendHealth,
@@ -26,7 +27,6 @@ from iaop_core.errors import (
     ModelNotLoadedError,
 )
 from iaop_core.messages import Params, Prompt, as_messages, with_context
-
 from iaop_gpu_triton import _errors
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.answer import Answer

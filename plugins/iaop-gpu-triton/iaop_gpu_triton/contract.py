@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 
 from attrs import frozen
+
 from iaop_core import GenerationParams
 from iaop_core.errors import BackendProtocolError, ModelLoadError
-
 from iaop_gpu_triton.settings import NAME
 from iaop_gpu_triton.tensors import ModelMetadata, Response, Tensor, TensorSpec, Value
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from iaop_core.errors import BackendProtocolError, IaopError
 from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2,
     service_pb2_grpc,
 )
 
+from iaop_core.errors import BackendProtocolError, IaopError
 from iaop_gpu_triton import _errors
 from iaop_gpu_triton.settings import NAME
 from iaop_gpu_triton.tensors import (

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-from iaop_core.errors import BackendProtocolError, IaopError
 
+from iaop_core.errors import BackendProtocolError, IaopError
 from iaop_gpu_triton import _errors
 from iaop_gpu_triton.settings import NAME
 from iaop_gpu_triton.tensors import ModelMetadata, ModelState, Response, Tensor, TensorSpec, Value

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from attrs import asdict
-from iaop_core import BackendSpec, Probe, hookimpl
 
+from iaop_core import BackendSpec, Probe, hookimpl
 from iaop_gpu_triton.settings import NAME, GpuTritonSettings
 
 if TYPE_CHECKING:

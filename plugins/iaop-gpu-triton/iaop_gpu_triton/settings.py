@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrs import field, frozen, validators
+
 from iaop_core import BackendCapabilities
 
 NAME = "gpu-triton"

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from iaop_core import InferChunk, InferResult
-
 from iaop_gpu_triton import GpuTritonBackend
 
 

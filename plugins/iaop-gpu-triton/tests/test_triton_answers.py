@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from iaop_core.errors import CapabilityNotSupportedError
 from scripted import ended, record, script
 
+from iaop_core.errors import CapabilityNotSupportedError
 from iaop_gpu_triton import GpuTritonBackend
 
 Make = Callable[..., GpuTritonBackend]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from triton_server import TritonServer
+
 from iaop_core.contract import (
     CapabilitiesContract,
     ContractSubject,
@@ -12,8 +14,6 @@ from iaop_core.contract import (
     OfflineContract,
     StreamContract,
 )
-from triton_server import TritonServer
-
 from iaop_gpu_triton import GpuTritonBackend
 
 

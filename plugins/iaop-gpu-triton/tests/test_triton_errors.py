@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from iaop_core.errors import (
     BackendProtocolError,
     BackendTimeoutError,
@@ -15,7 +16,6 @@ from iaop_core.errors import (
     RateLimitedError,
     StreamInterruptedError,
 )
-
 from iaop_gpu_triton import _errors
 
 

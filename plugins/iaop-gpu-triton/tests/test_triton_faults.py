@@ -13,6 +13,10 @@ from contextlib import closing
 
 import pytest
 from early_server import early_grpc_server, early_http_server
+from scripted import ended, outcome_within, script
+from tcp_proxy import TcpProxy
+from triton_server import TritonServer
+
 from iaop_core import InferChunk
 from iaop_core.errors import (
     BackendProtocolError,
@@ -21,10 +25,6 @@ from iaop_core.errors import (
     ServiceError,
     StreamInterruptedError,
 )
-from scripted import ended, outcome_within, script
-from tcp_proxy import TcpProxy
-from triton_server import TritonServer
-
 from iaop_gpu_triton import GpuTritonBackend
 
 Make = Callable[..., GpuTritonBackend]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+from triton_server import TritonServer
+
 from iaop_core.errors import (
     BackendUnavailableError,
     ModelLoadError,
     ModelNotLoadedError,
 )
-from triton_server import TritonServer
-
 from iaop_gpu_triton import GpuTritonBackend
 
 Make = Callable[..., GpuTritonBackend]

@@ -6,9 +6,9 @@ import logging
 import sys
 
 import pytest
-from iaop_core.errors import ModelNotLoadedError
 from scripted import ended
 
+from iaop_core.errors import ModelNotLoadedError
 from iaop_gpu_triton import GpuTritonBackend
 
 

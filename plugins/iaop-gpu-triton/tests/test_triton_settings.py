@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from attrs import asdict, fields
-from iaop_core.errors import ValuesError
 
+from iaop_core.errors import ValuesError
 from iaop_gpu_triton import GpuTritonBackend, GpuTritonSettings
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.plugin import iaop_backends

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from iaop_core.errors import ContextLengthExceededError
 from scripted import ended
 from triton_server import TritonServer
 
+from iaop_core.errors import ContextLengthExceededError
 from iaop_gpu_triton import GpuTritonBackend
 
 QUESTION = "What is the capital of France? Answer in one sentence."

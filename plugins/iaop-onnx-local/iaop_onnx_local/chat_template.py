@@ -2,9 +2,9 @@
 
 The environment is the reference library's (`transformers.utils.chat_template_utils`): jinja2's
 immutable sandbox, `trim_blocks` and `lstrip_blocks`, loop controls, the `generation` tag, `tojson`
-without escaping, `raise_exception`, `strftime_now`, and a `dict` and a `namespace` that give nothing
-away. A template comes with a model from somewhere else, so here it may not run for ever nor write
-without bounds either.
+without escaping, `raise_exception`, `strftime_now`, and a `dict` and a `namespace` that give
+nothing away. A template comes with a model from somewhere else, so here it may not run for ever nor
+write without bounds either.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from datetime import datetime
 from typing import Any, Final
 
 from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 __all__ = ["ChatTemplate", "ChatTemplateError"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from iaop_onnx_local import OnnxLocalBackend
 from scripted_model import write_scripted_model
+
+from iaop_onnx_local import OnnxLocalBackend
 
 
 def _fetch(*options: str) -> Path:

@@ -1,6 +1,6 @@
 """A real ONNX decoder that says a script: at each length of the text, the next token is given.
 
-So a test chooses the tokens, and tokenizer, session, cache, sampling and streaming are the real ones.
+So a test chooses the tokens; tokenizer, session, cache, sampling and streaming are the real ones.
 """
 
 from __future__ import annotations

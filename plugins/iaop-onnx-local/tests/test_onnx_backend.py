@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from iaop_onnx_local import OnnxLocalBackend
-from iaop_onnx_local.turns import Turns
 from scripted_model import PROMPT, write_scripted_model
 
 from iaop_core.errors import (
@@ -26,6 +24,8 @@ from iaop_core.errors import (
     InvalidRequestError,
     ModelLoadError,
 )
+from iaop_onnx_local import OnnxLocalBackend
+from iaop_onnx_local.turns import Turns
 
 Make = Callable[..., OnnxLocalBackend]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from iaop_onnx_local import OnnxLocalBackend
 from scripted_model import write_scripted_model
 
 from iaop_core.contract import (
@@ -17,6 +16,7 @@ from iaop_core.contract import (
     OfflineContract,
     StreamContract,
 )
+from iaop_onnx_local import OnnxLocalBackend
 
 
 @pytest.fixture(params=["offline", "real"])

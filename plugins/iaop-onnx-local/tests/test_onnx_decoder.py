@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
+from tiny_decoders import TinyDecoder
+
 from iaop_onnx_local.decoder import Decoder, UnknownInputError
 from iaop_onnx_local.operators import find_operators
 from iaop_onnx_local.session import open_session
-from onnx import TensorProto, helper
-from tiny_decoders import TinyDecoder
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

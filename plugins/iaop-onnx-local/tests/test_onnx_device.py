@@ -10,12 +10,12 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from iaop_onnx_local import OnnxLocalBackend, plugin
-from iaop_onnx_local.installation import RuntimePackages, find_runtime_packages
-from iaop_onnx_local.threads import usable_cpus
 from scripted_model import PROMPT, write_scripted_model
 
 from iaop_core.errors import ModelLoadError
+from iaop_onnx_local import OnnxLocalBackend, plugin
+from iaop_onnx_local.installation import RuntimePackages, find_runtime_packages
+from iaop_onnx_local.threads import usable_cpus
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

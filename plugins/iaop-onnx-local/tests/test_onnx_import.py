@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_llama import CONTEXT, write_tiny_gguf
+from tokenizers import Tokenizer
+
 from iaop_onnx_local.decoder import Decoder
 from iaop_onnx_local.importer.folder import import_gguf, is_imported
 from iaop_onnx_local.importer.gguf import GgufError, GgufFile
 from iaop_onnx_local.session import open_session
-from tiny_llama import CONTEXT, write_tiny_gguf
-from tokenizers import Tokenizer
 
 IDS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 
@@ -125,7 +126,7 @@ def test_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf", "F32")
     whole = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "tiny.gguf").write_bytes(whole[:length])
-    with pytest.raises(GgufError, match="cut short|not a GGUF file"):
+    with pytest.raises(GgufError, match=r"cut short|not a GGUF file"):
         GgufFile(tmp_path / "tiny.gguf")
 
 

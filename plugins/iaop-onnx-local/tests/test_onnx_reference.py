@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from iaop_onnx_local import OnnxLocalBackend
 from iaop_onnx_local.importer.blocks import dequantize, to_blocks
 from iaop_onnx_local.importer.gguf import GgufFile

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from iaop_onnx_local.sampling import Sampler, SamplingParams
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))

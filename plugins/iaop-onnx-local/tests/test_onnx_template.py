@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from iaop_onnx_local.chat_template import ChatTemplate, ChatTemplateError
-from iaop_onnx_local.model import LocalModel
-from iaop_onnx_local.settings import OnnxLocalSettings
 from scripted_model import END, write_scripted_model
 from tokenizers import Tokenizer, processors
 
 from iaop_core import GenerationParams, Message
 from iaop_core.errors import CapabilityNotSupportedError, InvalidRequestError, ModelLoadError
+from iaop_onnx_local.chat_template import ChatTemplate, ChatTemplateError
+from iaop_onnx_local.model import LocalModel
+from iaop_onnx_local.settings import OnnxLocalSettings
 
 GOLDEN = json.loads((Path(__file__).parent / "chat_templates.json").read_text("utf-8"))
 CHAT = [{"role": "user", "content": "secret-words"}]
@@ -56,7 +56,7 @@ def test_template_that_does_what_it_may_not_is_stopped(source: str) -> None:
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     ],
     ids=["loops", "loops-over-nothing", "macros"],
 )

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from iaop_onnx_local import OnnxLocalBackend
-from iaop_onnx_local.text_bytes import byte_reader
-from iaop_onnx_local.text_stream import StopMatcher, Utf8Stream
 from scripted_model import PROMPT
 
 from iaop_core import InferResult
+from iaop_onnx_local import OnnxLocalBackend
+from iaop_onnx_local.text_bytes import byte_reader
+from iaop_onnx_local.text_stream import StopMatcher, Utf8Stream
 
 Make = Callable[..., OnnxLocalBackend]
 
