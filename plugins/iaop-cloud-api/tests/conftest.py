@@ -44,6 +44,5 @@ def backend(make: Make) -> CloudApiBackend:
 @pytest.fixture(scope="session")
 def llama() -> Iterator[LlamaServer]:
     """The real server, started once."""
-    server = LlamaServer()
-    yield server
-    server.stop()
+    with LlamaServer() as server:
+        yield server

@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -63,6 +64,17 @@ class LlamaServer:
             tail = self._log.read()[-2000:].decode(errors="replace")
             raise RuntimeError(f"llama.cpp's server did not start; the end of its log:\n{tail}")
         return line
+
+    def __enter__(self) -> LlamaServer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
 
     def kill(self) -> None:
         """End it at once, in the middle of whatever it does."""

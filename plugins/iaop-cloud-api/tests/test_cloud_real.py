@@ -10,7 +10,7 @@ import pytest
 from llama_server import LlamaServer
 
 from iaop_cloud_api import CloudApiBackend
-from iaop_core import Secret
+from iaop_core import InferResult, Secret
 from iaop_core.errors import (
     BackendUnavailableError,
     ContextLengthExceededError,
@@ -85,34 +85,35 @@ def test_real_server_stops_work_when_a_stream_is_left(
 
 
 def test_real_key_is_checked() -> None:
-    server = LlamaServer(api_key="sk-right")
-    try:
-        for key, fails in (("sk-right", False), ("sk-wrong", True)):
-            with CloudApiBackend(
+    with LlamaServer(api_key="sk-right") as server:
+
+        def ask(key: str) -> InferResult:
+            backend = CloudApiBackend(
                 base_url=server.base_url, model=server.model, api_key=Secret(key, literal=True)
-            ) as backend:
+            )
+            with backend:
                 backend.load_model()
-                if not fails:
-                    assert backend.infer("Hi", params={"max_tokens": 1}).completion_tokens == 1
-                    continue
-                with pytest.raises(CredentialsRefusedError) as caught:
-                    backend.infer("Hi", params={"max_tokens": 1})
-                assert key not in str(caught.value)
-    finally:
-        server.stop()
+                return backend.infer("Hi", params={"max_tokens": 1})
+
+        assert ask("sk-right").completion_tokens == 1
+        with pytest.raises(CredentialsRefusedError) as caught:
+            ask("sk-wrong")
+        assert "sk-wrong" not in str(caught.value)
 
 
-def test_real_server_killed_within_a_stream_is_an_error_and_its_return_is_noticed() -> None:
-    server = LlamaServer()
-    with CloudApiBackend(base_url=server.base_url, model=server.model) as backend:
-        backend.load_model()
-        stream = backend.stream("Tell me a story.", params={"max_tokens": 1500})
-        next(stream)
-        threading.Timer(0.2, server.kill).start()
-        with pytest.raises(StreamInterruptedError):
-            list(stream)
-        with pytest.raises(BackendUnavailableError) as caught:
-            backend.infer("Hi")
-        assert not caught.value.may_have_run
-        assert not backend.health_check()
-    server.stop()
+def test_real_server_killed_within_a_stream_is_an_error() -> None:
+    with LlamaServer() as server:
+        backend = CloudApiBackend(base_url=server.base_url, model=server.model)
+        with backend:
+            backend.load_model()
+            stream = backend.stream("Tell me a story.", params={"max_tokens": 1500})
+            next(stream)
+            killing = threading.Timer(0.2, server.kill)
+            killing.start()
+            with pytest.raises(StreamInterruptedError):
+                list(stream)
+            killing.join()
+            with pytest.raises(BackendUnavailableError) as caught:
+                backend.infer("Hi")
+            assert not caught.value.may_have_run
+            assert not backend.health_check()
