@@ -326,8 +326,7 @@ def pump_async(
 
     def ended(task: asyncio.Task[None]) -> None:
         # Who cancelled the work has gone; for anyone else a cancelled task is a failure.
-        cancelled = RuntimeError("the task was cancelled from inside")
-        work._end(cancelled if task.cancelled() else task.exception())
+        work._end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
     def begin() -> None:
         nonlocal task
