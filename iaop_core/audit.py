@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -249,9 +250,19 @@ class AuditLog:
             if not sa.inspect(self._engine).has_table(self._calls.name):
                 raise
 
+    def _reopen_if_deleted(self) -> None:
+        # SQLite would go on writing into a file that has no name any more.
+        url = self._engine.url
+        on_disk = url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
+        if on_disk and not os.path.exists(str(url.database)):
+            _log.error("the audit database %s is gone; a new one is begun", url.database)
+            self._engine.dispose()
+            self._calls.metadata.create_all(self._engine)
+
     def _write(self, batch: list[tuple[AuditRow, Future[None]]]) -> None:
         try:
             self.opened.result()
+            self._reopen_if_deleted()
             rows = [{**asdict(row), "day": f"{row.time:%Y-%m-%d}"} for row, _ in batch]
             with self._engine.begin() as connection:
                 connection.execute(self._calls.insert(), rows)

@@ -26,7 +26,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @click.command()
 @click.argument("prompt")
 @values_option
-@click.option("--backend", "-b", help="This backend: of the values, or an installed one.")
+@click.option(
+    "--backend", "-b", help="With --values one of its backends, otherwise an installed one."
+)
 @click.option("--model", "-m", default="", help="The model, where no values name one.")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of --backend."

@@ -206,8 +206,9 @@ class _SharedBuffers:
     """One buffer for each cache tensor, past and present at once, for the whole text."""
 
     def __init__(self, decoder: Decoder, binding: Any, capacity: int) -> None:
-        for tensor in decoder.cache:
-            buffer = _zeros(decoder, tensor, capacity)
+        # A binding does not keep the memory of what it binds alive in every release of the runtime.
+        self._buffers = [_zeros(decoder, tensor, capacity) for tensor in decoder.cache]
+        for tensor, buffer in zip(decoder.cache, self._buffers, strict=True):
             binding.bind_ortvalue_input(tensor.past, buffer)
             binding.bind_ortvalue_output(tensor.present, buffer)
 
@@ -223,17 +224,21 @@ class _GrowingOutputs:
 
     def __init__(self, decoder: Decoder, binding: Any, _capacity: int) -> None:
         self._decoder, self._binding = decoder, binding
-        for tensor in decoder.cache:
-            binding.bind_ortvalue_input(tensor.past, _zeros(decoder, tensor, 0))
+        self._pasts = [_zeros(decoder, tensor, 0) for tensor in decoder.cache]
+        self._bind_pasts()
 
     def before_step(self) -> None:
         for tensor in self._decoder.cache:
             self._binding.bind_output(tensor.present, self._decoder.device)
 
     def after_step(self) -> None:
-        # Outputs come in the order in which they were first bound.
-        for tensor, value in zip(self._decoder.cache, self._binding.get_outputs(), strict=False):
-            self._binding.bind_ortvalue_input(tensor.past, value)
+        # Outputs come in the order in which they were first bound: the logits are the last.
+        self._pasts = self._binding.get_outputs()[:-1]
+        self._bind_pasts()
+
+    def _bind_pasts(self) -> None:
+        for tensor, past in zip(self._decoder.cache, self._pasts, strict=True):
+            self._binding.bind_ortvalue_input(tensor.past, past)
 
 
 def _zeros(decoder: Decoder, tensor: CacheTensor, length: int) -> Any:

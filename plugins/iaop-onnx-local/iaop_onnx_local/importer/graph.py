@@ -171,8 +171,7 @@ class _Decoder:
             attended = writer.node("Gather", attended, self._last, axis=1)
             positions = writer.node("Reshape", stream, self._per_position)
             stream = writer.node("Gather", positions, self._last, axis=1)
-        else:
-            attended = writer.node("Reshape", attended, self._attended_shape)
+        attended = writer.node("Reshape", attended, self._attended_shape)
         output = weights.take(f"{block}.attn_output.weight", width, shape.heads * shape.head_size)
         projected = weights.linear(attended, output)
         stream, normed = self._add_and_norm(stream, projected, f"{block}.ffn_norm.weight")
