@@ -66,6 +66,7 @@ class Endpoint:
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(settings.max_concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closings = 0
 
     def check(self) -> None:
         """Read the secrets and certificates. Raises `ValuesError` for one that can't be used."""
@@ -152,6 +153,7 @@ class Endpoint:
     async def close(self) -> None:
         """Close every connection; calls that are under way fail. A later call opens new ones."""
         self._adopt_loop()
+        self._closings += 1
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -159,7 +161,7 @@ class Endpoint:
     @asynccontextmanager
     async def _slot(self, deadline: float) -> AsyncIterator[None]:
         self._adopt_loop()
-        slots = self._slots
+        slots, closings = self._slots, self._closings
         try:
             async with asyncio.timeout_at(deadline):
                 await slots.acquire()
@@ -171,6 +173,12 @@ class Endpoint:
                 backend=self._backend,
             ) from None
         try:
+            if self._closings != closings:
+                raise BackendUnavailableError(
+                    f"backend {self._backend!r} was unloaded while the call waited for a slot; "
+                    "nothing was sent",
+                    backend=self._backend,
+                )
             yield
         finally:
             slots.release()

@@ -163,6 +163,20 @@ def test_unload_ends_the_calls_under_way(
     assert upstream.calls[0].left.wait(1)
 
 
+def test_unload_ends_the_calls_that_wait(upstream: FaultyUpstream, make: Any) -> None:
+    upstream.answer(Reply([SILENCE]))
+    backend = make(max_concurrency=1)
+
+    async def scenario() -> list[BaseException | object]:
+        calls = [asyncio.ensure_future(backend.ainfer("Hi")) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        backend.unload()
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 2)
+
+    assert [type(end) for end in asyncio.run(scenario())] == [BackendUnavailableError] * 3
+    assert len(upstream.posts) == 1
+
+
 def test_backend_works_again_after_unload_and_load(
     upstream: FaultyUpstream, backend: CloudApiBackend
 ) -> None:
