@@ -1,0 +1,151 @@
+"""The contract suite is tested itself: each mutant breaks one rule, and that rule's test fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = '''
+import pytest
+from attrs import evolve
+from iaop_core import BackendHealth, InferChunk
+from iaop_core.contract import *
+from iaop_core.echo import EchoBackend
+from iaop_core.errors import ModelNotLoadedError
+from iaop_core.messages import GenerationParams
+
+
+class Strict(EchoBackend):
+    """echo, failing closed."""
+
+    def stream(self, prompt, context=None, *, params=None):
+        if not self._model:
+            raise ModelNotLoadedError(f"backend {self.name!r} has no model", backend=self.name)
+        yield from super().stream(prompt, context, params=params)
+
+
+class Mutant(Strict):
+    {mutation}
+
+
+@pytest.fixture
+def subject():
+    return ContractSubject(make=Mutant)
+
+
+class TestLifecycle(LifecycleContract): ...
+class TestCapabilities(CapabilitiesContract): ...
+class TestInfer(InferContract): ...
+class TestStream(StreamContract): ...
+class TestHealth(HealthContract): ...
+'''
+
+STREAM = "def stream(self, prompt, context=None, *, params=None):\n        "
+SUPER = "super().stream(prompt, context, params=params)"
+
+MUTANTS = {
+    "answers before load": (
+        "stream = EchoBackend.stream",
+        "test_infer_before_load_fails_closed",
+    ),
+    "two ends": (
+        f"{STREAM}chunks = list({SUPER}); yield from chunks; yield chunks[-1]",
+        "test_stream_has_one_end_and_it_is_last",
+    ),
+    "no end": (
+        f"{STREAM}yield from list({SUPER})[:-1]",
+        "test_stream_has_one_end_and_it_is_last",
+    ),
+    "text after the end": (
+        f'{STREAM}yield from {SUPER}; yield InferChunk("more")',
+        "test_stream_has_one_end_and_it_is_last",
+    ),
+    "empty delta": (
+        f'{STREAM}yield from (InferChunk(""), *{SUPER})',
+        "test_stream_has_one_end_and_it_is_last",
+    ),
+    "half a character": (
+        f'{STREAM}yield from (InferChunk("\\ufffd"), *{SUPER})',
+        "test_no_delta_holds_half_a_character",
+    ),
+    "infer unlike stream": (
+        (
+            "def infer(self, prompt, context=None, *, params=None):\n"
+            "        return evolve(super().infer(prompt, context, params=params), text='other')"
+        ),
+        "test_streamed_text_is_the_text_of_infer",
+    ),
+    "dropped parameter": (
+        (
+            f"{STREAM}given = GenerationParams.from_input(params)\n"
+            "        yield from super().stream(prompt, context,"
+            " params={'max_tokens': given.max_tokens})"
+        ),
+        "test_parameter_is_honoured_or_refused_by_name",
+    ),
+    "ignored token limit": (
+        f"{STREAM}yield from super().stream(prompt, context)",
+        "test_token_limit_holds",
+    ),
+    "health that raises": (
+        "def health_check(self):\n        raise OSError('down')",
+        "test_health_never_raises_at_any_time",
+    ),
+    "health that forgets the unload": (
+        "def health_check(self):\n        return BackendHealth(True, 'loaded=True')",
+        "test_health_never_raises_at_any_time",
+    ),
+    "unload that keeps the model": (
+        "def unload(self):\n        pass",
+        "test_infer_after_unload_fails_closed",
+    ),
+    "unload that fails when empty": (
+        "def unload(self):\n        assert self._model; self._model = ''",
+        "test_unload_is_idempotent",
+    ),
+    "another name": (
+        (
+            "name = 'echo'\n"
+            "    def infer(self, prompt, context=None, *, params=None):\n"
+            "        return evolve(super().infer(prompt, context, params=params), backend_name='x')"
+        ),
+        "test_name_is_that_of_the_results",
+    ),
+    "prompt in the repr": (
+        (
+            f"{STREAM}self.asked = prompt; yield from {SUPER}\n"
+            "    def __repr__(self):\n        return str(getattr(self, 'asked', ''))"
+        ),
+        "test_prompt_and_answer_are_in_no_repr",
+    ),
+    "ignored context": (
+        f"{STREAM}yield from super().stream(prompt, None, params=params)",
+        "test_context_changes_the_prompt",
+    ),
+}
+
+
+def run(folder: Path, mutation: str) -> str:
+    (folder / "test_mutant.py").write_text(MODULE.replace("{mutation}", mutation))
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.stdout
+
+
+def test_suite_passes_for_a_backend_that_keeps_the_rules(tmp_path: Path) -> None:
+    out = run(tmp_path, "pass")
+    assert " passed" in out
+    assert "failed" not in out
+    assert "error" not in out
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_suite_catches_a_backend_that_breaks_a_rule(tmp_path: Path, name: str) -> None:
+    mutation, rule = MUTANTS[name]
+    out = run(tmp_path, mutation)
+    assert any(line.startswith("FAILED") and rule in line for line in out.splitlines()), out
