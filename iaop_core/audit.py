@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -28,6 +29,14 @@ _log = logging.getLogger(__name__)
 _BATCH = 500
 
 
+def _as_text(text: str) -> str:
+    """Something that every database takes and every terminal may show, 200 characters at most."""
+    text = text[:200]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
@@ -40,17 +49,19 @@ class AuditRow:
     """When the call ended, in UTC."""
     request_id: str
     tenant: str
+    """As the values name it; `""` for none and for a stranger."""
     route: str
+    """As the values name it; `""` for an unknown one: a caller's own words are never kept."""
     backend: str
     """The backend's name in the values; of the last one tried, `""` when none was."""
     plugin: str
-    model: str
+    model: str = field(converter=_as_text)
     on_premises: bool | None
     """Whether the prompt stayed on the site; None when it went nowhere."""
     streamed: bool
     attempts: int
     outcome: Outcome
-    error_kind: str
+    error_kind: str = field(converter=_as_text)
     """`""`, or `IaopError.kind`, or the name of another exception's class."""
     finish_reason: str
     prompt_tokens: int
@@ -59,7 +70,7 @@ class AuditRow:
     latency_ms: float
     time_to_first_token_ms: float | None
     offline: bool
-    device: str
+    device: str = field(converter=_as_text)
 
 
 @frozen
@@ -128,9 +139,11 @@ class AuditLog:
         """Resolved when the database is ready; its exception is an `AuditError`."""
         self.opened.set_running_or_notify_cancel()
         self._closed = False
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="iaop-audit", daemon=True)
         self._thread.start()
+        atexit.register(self._end, 5.0)  # the row of a call that was interrupted, perhaps
 
     def write(self, row: AuditRow) -> Future[None]:
         """Queue a row. The future is resolved when it is committed; its exception an AuditError."""
@@ -181,13 +194,29 @@ class AuditLog:
 
         return self._ask(query)
 
+    def check_open(self) -> None:
+        """Raise `AuditError` when rows can't be written any more."""
+        if self._process != os.getpid():
+            raise AuditError(
+                "the gateway was made before this process was forked, and its threads stayed with "
+                "the parent; make a gateway in each process"
+            )
+        if self._closed:
+            raise AuditError("the gateway and its audit log are closed")
+
     def close(self) -> None:
         """Write what is queued and close the database."""
+        atexit.unregister(self._end)
+        self._end(None)
+
+    def _end(self, patience_s: float | None) -> None:
+        if self._process != os.getpid():
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(patience_s)
 
     # -- in the thread ---------------------------------------------------------------------------
 
@@ -206,11 +235,13 @@ class AuditLog:
 
     def _put(self, job: _Job, future: Future[Any]) -> None:
         future.set_running_or_notify_cancel()
-        with self._lock:
-            if not self._closed:
+        try:
+            self.check_open()
+            with self._lock:
+                self.check_open()
                 self._jobs.put(job)
-                return
-        future.set_exception(AuditError("the audit log is closed"))
+        except AuditError as error:
+            future.set_exception(error)
 
     def _work(self) -> None:
         try:
@@ -267,8 +298,12 @@ class AuditLog:
             with self._engine.begin() as connection:
                 connection.execute(self._calls.insert(), rows)
         except Exception as error:
+            if len(batch) > 1 and not self.opened.exception():
+                for one in batch:  # one row that the database refuses is not to cost the others
+                    self._write([one])
+                return
             explained = self._explain("written", error)
-            _log.error("%d audit rows are lost: %s", len(batch), explained)
+            _log.error("an audit row is lost: %s", explained)
             for _, future in batch:
                 future.set_exception(explained)
         else:

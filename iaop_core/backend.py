@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from iaop_core import bridge
 from iaop_core.capabilities import BackendCapabilities, BackendHealth
@@ -133,7 +133,7 @@ class InferenceBackend(ABC):
         """Release everything; the backend is not used afterwards. The inherited one unloads."""
         self.unload()
 
-    def __enter__(self) -> InferenceBackend:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

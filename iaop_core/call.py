@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -18,10 +19,12 @@ from functools import cached_property
 
 from attrs import field, frozen
 
+from iaop_core import bridge
 from iaop_core.audit import AuditLog, AuditRow, Outcome
 from iaop_core.backend import Context, InferenceBackend, Mode, start_work
 from iaop_core.bridge import Wait
 from iaop_core.errors import (
+    AuditError,
     BackendProtocolError,
     BackendTimeoutError,
     BackendUnavailableError,
@@ -55,6 +58,8 @@ __all__ = ["Call", "Request", "Site"]
 
 _log = logging.getLogger(__name__)
 
+_AUDIT_PATIENCE_S = 10.0
+"""How long a call that has ended waits for its row, when its own time is used up."""
 _BACKOFF_S = 0.2
 """Before the first retry, doubled for each further one, with jitter."""
 
@@ -94,7 +99,7 @@ class Call:
         self._started = time.perf_counter()
         self._deadline = 0.0
         self._timeout_ms = 0.0
-        self._route_name = request.route or ""
+        self._route_name = ""
         self._attempts = 0
         self._last: SiteBackend | None = None
         self._on_premises: bool | None = None
@@ -113,11 +118,12 @@ class Call:
         reservation: Reservation | None = None
         end: InferChunk | None = None
         try:
+            self._site.audit.check_open()
             route, params = self._read_request()
-            if self._request.tenant:
+            if self._request.tenant is not None:
                 needed = self._prompt_estimate + (params.max_tokens or DEFAULT_MAX_TOKENS)
                 reservation = await self._site.quotas.reserve(
-                    self._request.tenant, needed, self._wait
+                    self._request.tenant, needed, self._wait, self._remaining_s()
                 )
             async with aclosing(self._answer(route, params)) as chunks:
                 async for chunk in chunks:
@@ -141,23 +147,33 @@ class Call:
     async def _confirm(self, written: Future[None], error: BaseException | None) -> None:
         """Wait for the row. When it can't be written, an answer is not served either."""
         try:
-            await self._wait(written)
+            await self._wait(written, max(self._remaining_s(), _AUDIT_PATIENCE_S))
         except IaopError:
             if error is None:
                 raise
+        except TimeoutError:
+            if error is None:
+                raise AuditError(
+                    "the audit database has not taken the call's row in time; check its disk and "
+                    "its server"
+                ) from None
 
     # -- before any backend ----------------------------------------------------------------------
 
     def _read_request(self) -> tuple[RouteSettings, GenerationParams]:
         request, values = self._request, self._site.values
-        self._route_name = request.route or values.default_route()
-        if self._route_name not in values.routes:
+        name = values.default_route() if request.route is None else request.route
+        if not isinstance(name, str) or name not in values.routes:
             raise InvalidRequestError(
-                f"no route {self._route_name!r}; there are: {', '.join(values.routes)}",
+                f"no route {str(name)[:40]!r}; there are: {', '.join(values.routes)}",
                 param="route",
             )
-        route = values.routes[self._route_name]
-        self._timeout_ms = request.timeout_ms or route.timeout_ms or values.gateway.timeout_ms
+        self._route_name, route = name, values.routes[name]
+        self._timeout_ms = route.timeout_ms or values.gateway.timeout_ms
+        if request.timeout_ms is not None:
+            if not isinstance(request.timeout_ms, int | float) or not request.timeout_ms > 0:
+                raise InvalidRequestError("timeout_ms is a number above 0", param="timeout_ms")
+            self._timeout_ms = request.timeout_ms
         self._deadline = self._started + self._timeout_ms / 1000
         with_context(as_messages(request.prompt), request.context)
         return route, GenerationParams.from_input(request.params)
@@ -209,7 +225,7 @@ class Call:
         self, backend: SiteBackend, route: RouteSettings, params: GenerationParams
     ) -> AsyncGenerator[InferChunk, None]:
         self._last = backend
-        instance = backend.instance()
+        instance = await self._make(backend)
         check_policy(self._route_name, route, backend)
         params.require_supported(instance.capabilities.params, backend=backend.name)
         self._attempts += 1
@@ -244,6 +260,18 @@ class Call:
                 result=self._result,
                 error=None if gone else error,
             )
+
+    async def _make(self, backend: SiteBackend) -> InferenceBackend:
+        """The backend's instance. Making one imports an SDK, which takes time."""
+        instance = backend.find_instance()
+        if instance is not None:
+            return instance
+        try:
+            return await self._wait(bridge.in_thread(backend.instance), self._remaining_s())
+        except IaopError:
+            raise
+        except TimeoutError:
+            raise self._timed_out(backend) from None
 
     async def _take_slot(self, backend: SiteBackend) -> None:
         limit_s = self._site.values.gateway.slot_wait_ms / 1000
@@ -286,7 +314,7 @@ class Call:
                     chunk = await self._wait(work.next(), self._remaining_s())
                 except IaopError:
                     raise
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if isinstance(error, TimeoutError) and not self._remaining_s():
                         raise self._timed_out(backend) from None
                     raise BackendProtocolError(
@@ -296,6 +324,11 @@ class Call:
                     ) from error
                 if chunk is None:
                     break
+                if not isinstance(chunk, InferChunk):
+                    raise BackendProtocolError(
+                        f"backend {backend.name!r} gave a {type(chunk).__name__} for an InferChunk",
+                        backend=backend.name,
+                    )
                 if end is not None:
                     raise BackendProtocolError(
                         f"backend {backend.name!r} sent more after the end of its stream",
@@ -324,7 +357,7 @@ class Call:
     # -- time ------------------------------------------------------------------------------------
 
     def _remaining_s(self) -> float:
-        return max(0.0, self._deadline - time.perf_counter())
+        return min(max(0.0, self._deadline - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def _timed_out(self, backend: SiteBackend) -> BackendTimeoutError:
         return BackendTimeoutError(
@@ -345,6 +378,7 @@ class Call:
 
     def _row(self, error: BaseException | None) -> AuditRow:
         result, last, outcome = self._result, self._last, _outcome(error)
+        tenant = self._request.tenant or ""
         prompt_tokens = completion_tokens = 0
         if result is not None:
             prompt_tokens, completion_tokens = result.prompt_tokens, result.completion_tokens
@@ -355,7 +389,7 @@ class Call:
         estimated = result.usage_estimated if result else prompt_tokens > 0
         return AuditRow(
             request_id=self._id,
-            tenant=self._request.tenant or "",
+            tenant=tenant if tenant in self._site.values.tenants else "",
             route=self._route_name,
             backend=last.name if last else "",
             plugin=last.plugin if last else "",

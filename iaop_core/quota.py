@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from iaop_core.audit import AuditLog
 from iaop_core.bridge import Wait
-from iaop_core.errors import InvalidRequestError, QuotaExceededError
+from iaop_core.errors import AuditError, InvalidRequestError, QuotaExceededError
 from iaop_core.values import TenantSettings
 
 __all__ = ["QuotaLedger", "Reservation"]
@@ -55,15 +55,25 @@ class QuotaLedger:
         self._accounts = {name: _Account() for name in tenants}
         self._lock = threading.Lock()
 
-    async def reserve(self, tenant: str, tokens: int, wait: Wait) -> Reservation:
-        """Put tokens aside. Raises `QuotaExceededError`; `InvalidRequestError` for a stranger."""
+    async def reserve(
+        self, tenant: str, tokens: int, wait: Wait, timeout_s: float | None = None
+    ) -> Reservation:
+        """Put tokens aside. `timeout_s` is for the audit's answer, which a day begins with.
+
+        Raises `QuotaExceededError`, `AuditError`, and `InvalidRequestError` for a stranger.
+        """
         if tenant not in self._tenants:
             raise InvalidRequestError(f"no tenant {tenant!r} is in the values", param="tenant")
         limits, account = self._tenants[tenant], self._accounts[tenant]
         today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
         booked = None
         if limits.tokens_per_day is not None and account.day != today:
-            booked = await wait(self._audit.tokens_on(today, tenant))
+            try:
+                booked = await wait(self._audit.tokens_on(today, tenant), timeout_s)
+            except TimeoutError:
+                raise AuditError(
+                    "the audit database has not told the tenant's tokens of today in time"
+                ) from None
         with self._lock:
             if booked is not None and account.day != today:
                 account.day, account.used = today, booked

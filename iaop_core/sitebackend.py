@@ -41,6 +41,7 @@ class SiteBackend:
         self._plugin_settings = values.plugin_settings(name, self._spec.settings_class)
         self._instance: InferenceBackend | None = None
         self._lock = threading.Lock()
+        self._probe_lock = threading.Lock()  # the other one is held while an SDK is imported
         self._probe: Future[BackendHealth] | None = None
         self._last_health: BackendHealth | None = None
         self._load_failure = ""
@@ -54,6 +55,10 @@ class SiteBackend:
     def model(self) -> ModelRef:
         return ModelRef(backend=self.name, plugin=self.plugin, model_id=self._settings.model)
 
+    def find_instance(self) -> InferenceBackend | None:
+        """The plugin's backend when it has been made."""
+        return self._instance
+
     def instance(self) -> InferenceBackend:
         """The plugin's backend, made on first use. Raises `PluginLoadError`, `ValuesError`."""
         if self._instance is None:
@@ -65,6 +70,9 @@ class SiteBackend:
     def _make(self) -> InferenceBackend:
         try:
             backend = self._spec.factory(self._plugin_settings)
+            if not isinstance(backend, InferenceBackend):
+                raise TypeError(f"it made a {type(backend).__name__}, not an InferenceBackend")
+            limit = backend.capabilities.max_concurrency
         except IaopError:
             raise
         except (Exception, SystemExit) as error:
@@ -80,7 +88,6 @@ class SiteBackend:
                 f"backend {self.name!r} runs in offline mode, whose answers come from no model; "
                 "set allow_offline: true to serve it all the same",
             )
-        limit = backend.capabilities.max_concurrency
         if self._settings.max_concurrency is not None:
             limit = min(limit, self._settings.max_concurrency)
         self.slots = Slots(limit)
@@ -111,7 +118,7 @@ class SiteBackend:
 
     def health(self) -> Future[BackendHealth]:
         """A health check under way: callers at the same time share one."""
-        with self._lock:
+        with self._probe_lock:
             if self._probe is None or self._probe.done():
                 self._probe = bridge.in_thread(self._check)
             return self._probe
@@ -125,7 +132,12 @@ class SiteBackend:
         else:
             try:
                 health = backend.health_check()
-            except Exception as error:  # a breach of the contract, which must not hide the others
+                if not isinstance(health, BackendHealth):
+                    raise TypeError(f"it answered a {type(health).__name__}")
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a breach of the contract, which must not hide the others
                 health = BackendHealth(
                     healthy=False, detail=f"probe_error: {type(error).__name__}: {error}"
                 )
@@ -142,6 +154,6 @@ class SiteBackend:
             return
         try:
             backend.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _log.error("closing backend %s failed: %s: %s", self.name, type(error).__name__, error)
         self._registry.notify("iaop_model_unloaded", model=self.model)

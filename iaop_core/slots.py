@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 
 from iaop_core.bridge import Wait
 
@@ -35,7 +36,10 @@ class Slots:
         try:
             await wait(future, timeout_s)
         except BaseException:
-            if not future.cancel():
+            if future.cancel():
+                with self._lock, suppress(ValueError):
+                    self._waiting.remove(future)
+            else:
                 self.release()
             raise
 
