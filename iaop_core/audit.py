@@ -284,8 +284,8 @@ class AuditLog:
     def _reopen_if_deleted(self) -> None:
         # SQLite would go on writing into a file that has no name any more.
         url = self._engine.url
-        on_disk = url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
-        if on_disk and not os.path.exists(str(url.database)):
+        path = url.database if url.get_backend_name() == "sqlite" else None
+        if path and not path.startswith((":memory:", "file:")) and not os.path.exists(path):
             _log.error("the audit database %s is gone; a new one is begun", url.database)
             self._engine.dispose()
             self._calls.metadata.create_all(self._engine)
