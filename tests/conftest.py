@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_site import FakeSite
+from scripted_site import ScriptedSite
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,21 @@ def run_iaop(run_python: Run) -> Run:
         return run_python("-m", "iaop_core.cli", *arguments, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installation folder with the distribution of `scripted_plugin`."""
+    folder = tmp_path_factory.mktemp("installed")
+    FakeSite(folder).install("iaop-scripted", name="scripted", module="scripted_plugin")
+    return folder
+
+
+@pytest.fixture
+def site(
+    tmp_path: Path, scripted_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ScriptedSite]:
+    monkeypatch.syspath_prepend(str(scripted_folder))
+    site = ScriptedSite(tmp_path)
+    yield site
+    site.close()

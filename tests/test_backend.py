@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from test_bridge import eventually
+from scripted_site import eventually
 
 from iaop_core import (
     BackendCapabilities,

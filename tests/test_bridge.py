@@ -14,18 +14,12 @@ from typing import Any
 
 import pytest
 from conftest import Run
+from scripted_site import eventually
 
 from iaop_core import bridge
 from iaop_core.errors import StreamInterruptedError
 
 PATIENCE_S = 10.0
-
-
-def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return met
 
 
 class Ends:
