@@ -27,6 +27,7 @@ STREAMS = {
     "crlf": (b"data: one\r\n\r\ndata: two\r\n\r\n", ["one", "two"]),
     "mixed": (b"data: one\r\n\ndata: two\n\r", ["one", "two"]),
     "lines": (b"data: YHOO\ndata: +2\ndata: 10\n\n", ["YHOO\n+2\n10"]),
+    "lines by crlf": (b"data: YHOO\r\ndata: +2\r\n\r\n", ["YHOO\n+2"]),
     "comments": (b": keep-alive\n\ndata: one\n: more\n\n:\n\n", ["one"]),
     "other fields": (b"event: x\nid: 1\nretry: 10\nnonsense\ndata: one\n\n", ["one"]),
     "no space": (b"data:one\n\ndata:  two\n\n", ["one", " two"]),
