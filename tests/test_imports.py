@@ -11,7 +11,7 @@ from fake_site import FakeSite, good_plugin
 
 HEAVY = {
     *("tritonclient", "grpc", "onnxruntime", "numpy", "aiohttp", "httpx", "tokenizers"),
-    *("sqlalchemy", "psycopg", "pytest", "fastapi", "starlette", "opentelemetry"),
+    *("sqlalchemy", "psycopg", "pytest", "jinja2", "fastapi", "starlette", "opentelemetry"),
 }
 
 # Every one of them can be imported here, and tells when it is: absence is not by luck.

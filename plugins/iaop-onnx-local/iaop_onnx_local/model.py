@@ -12,13 +12,13 @@ from weakref import WeakSet
 from attrs import evolve, frozen
 
 from iaop_core import GenerationParams, Message
+from iaop_core.chat_template import ChatTemplate, ChatTemplateError
 from iaop_core.errors import (
     CapabilityNotSupportedError,
     ContextLengthExceededError,
     InvalidRequestError,
     ModelLoadError,
 )
-from iaop_onnx_local.chat_template import ChatTemplate, ChatTemplateError
 from iaop_onnx_local.decoder import Decoder, DecoderText, UnknownInputError
 from iaop_onnx_local.model_folder import ModelFolder, find_model_folder
 from iaop_onnx_local.sampling import SamplingParams
