@@ -58,6 +58,8 @@ __all__ = ["Call", "Request", "Site"]
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_MS = threading.TIMEOUT_MAX * 1000
+"""What the operating system can still wait for; a longer time is taken as this one."""
 _AUDIT_PATIENCE_S = 10.0
 """How long a call that has ended waits for its row, when its own time is used up."""
 _BACKOFF_S = 0.2
@@ -100,6 +102,7 @@ class Call:
         self._deadline = 0.0
         self._timeout_ms = 0.0
         self._route_name = ""
+        self._tenant = ""
         self._attempts = 0
         self._last: SiteBackend | None = None
         self._on_premises: bool | None = None
@@ -169,12 +172,20 @@ class Call:
                 param="route",
             )
         self._route_name, route = name, values.routes[name]
-        self._timeout_ms = route.timeout_ms or values.gateway.timeout_ms
-        if request.timeout_ms is not None:
-            if not isinstance(request.timeout_ms, int | float) or not request.timeout_ms > 0:
-                raise InvalidRequestError("timeout_ms is a number above 0", param="timeout_ms")
-            self._timeout_ms = request.timeout_ms
-        self._deadline = self._started + self._timeout_ms / 1000
+        if request.tenant is not None:
+            if not isinstance(request.tenant, str) or request.tenant not in values.tenants:
+                raise InvalidRequestError(
+                    f"no tenant {str(request.tenant)[:40]!r} is in the values", param="tenant"
+                )
+            self._tenant = request.tenant
+        timeout_ms = request.timeout_ms
+        if timeout_ms is None:
+            timeout_ms = route.timeout_ms or values.gateway.timeout_ms
+        is_number = isinstance(timeout_ms, int | float) and not isinstance(timeout_ms, bool)
+        if not is_number or not timeout_ms > 0:
+            raise InvalidRequestError("timeout_ms is a number above 0", param="timeout_ms")
+        self._timeout_ms = timeout_ms
+        self._deadline = self._started + min(timeout_ms, _LONGEST_MS) / 1000
         with_context(as_messages(request.prompt), request.context)
         return route, GenerationParams.from_input(request.params)
 
@@ -232,7 +243,7 @@ class Call:
         self._device = instance.capabilities.device
         call = InferCall(
             request_id=self._id,
-            tenant=self._request.tenant or "",
+            tenant=self._tenant,
             route=self._route_name,
             backend=backend.name,
             plugin=backend.plugin,
@@ -357,7 +368,7 @@ class Call:
     # -- time ------------------------------------------------------------------------------------
 
     def _remaining_s(self) -> float:
-        return min(max(0.0, self._deadline - time.perf_counter()), threading.TIMEOUT_MAX)
+        return max(0.0, self._deadline - time.perf_counter())
 
     def _timed_out(self, backend: SiteBackend) -> BackendTimeoutError:
         return BackendTimeoutError(
@@ -378,7 +389,6 @@ class Call:
 
     def _row(self, error: BaseException | None) -> AuditRow:
         result, last, outcome = self._result, self._last, _outcome(error)
-        tenant = self._request.tenant or ""
         prompt_tokens = completion_tokens = 0
         if result is not None:
             prompt_tokens, completion_tokens = result.prompt_tokens, result.completion_tokens
@@ -389,7 +399,7 @@ class Call:
         estimated = result.usage_estimated if result else prompt_tokens > 0
         return AuditRow(
             request_id=self._id,
-            tenant=tenant if tenant in self._site.values.tenants else "",
+            tenant=self._tenant,
             route=self._route_name,
             backend=last.name if last else "",
             plugin=last.plugin if last else "",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from iaop_core.audit import AuditLog
 from iaop_core.bridge import Wait
-from iaop_core.errors import AuditError, InvalidRequestError, QuotaExceededError
+from iaop_core.errors import AuditError, QuotaExceededError
 from iaop_core.values import TenantSettings
 
 __all__ = ["QuotaLedger", "Reservation"]
@@ -60,10 +60,8 @@ class QuotaLedger:
     ) -> Reservation:
         """Put tokens aside. `timeout_s` is for the audit's answer, which a day begins with.
 
-        Raises `QuotaExceededError`, `AuditError`, and `InvalidRequestError` for a stranger.
+        Raises `QuotaExceededError` and `AuditError`.
         """
-        if tenant not in self._tenants:
-            raise InvalidRequestError(f"no tenant {tenant!r} is in the values", param="tenant")
         limits, account = self._tenants[tenant], self._accounts[tenant]
         today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
         booked = None
