@@ -182,9 +182,11 @@ def start_work(
 
 
 def _as_chunks(result: InferResult) -> Iterator[InferChunk]:
+    logprobs = result.logprobs or ()
     if result.text:
-        yield InferChunk(result.text)
-    yield InferChunk("", result)
+        yield InferChunk(result.text, logprobs=logprobs)
+        logprobs = ()
+    yield InferChunk("", result, logprobs)
 
 
 def _result_of(chunks: Iterator[InferChunk], name: str) -> InferResult:

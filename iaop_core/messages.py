@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import json
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,14 +18,19 @@ from iaop_core.errors import CapabilityNotSupportedError, InvalidRequestError
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
+    "LOWEST_LOGPROB",
+    "MAX_TOP_LOGPROBS",
     "FinishReason",
     "GenerationParams",
     "InferChunk",
     "InferResult",
+    "JsonSchema",
     "Message",
     "Params",
     "Prompt",
+    "ResponseFormat",
     "Role",
+    "TokenLogprob",
     "as_messages",
     "estimate_tokens",
     "with_context",
@@ -29,6 +38,10 @@ __all__ = [
 
 DEFAULT_MAX_TOKENS = 256
 """Tokens of an answer when neither the call nor the backend's settings say otherwise."""
+MAX_TOP_LOGPROBS = 20
+"""Alternatives at each position that a call may ask for."""
+LOWEST_LOGPROB = -9999.0
+"""What stands for the logarithm of 0, and of anything lower: JSON has no infinity."""
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length", "content_filter"]
@@ -192,11 +205,12 @@ def _number(low: float, high: float = math.inf, *, above: bool = False) -> Any:
     return field(default=None, validator=check)
 
 
-def _integer(low: int) -> Any:
+def _integer(low: int, high: float = math.inf) -> Any:
     def check(_instance: object, attribute: Any, value: Any) -> None:
-        if value is not None and (type(value) is not int or value < low):
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            span = f"at least {low}" + (f" and at most {high:g}" if math.isfinite(high) else "")
             raise InvalidRequestError(
-                f"{attribute.name} is a whole number of at least {low}", param=attribute.name
+                f"{attribute.name} is a whole number of {span}", param=attribute.name
             )
 
     return field(default=None, validator=check)
@@ -232,6 +246,118 @@ def _as_logit_bias(value: object) -> dict[int, float] | None:
     return bias
 
 
+def _as_logprobs(value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError("logprobs is true or false", param="logprobs")
+    return value or None  # to ask for none is not to ask
+
+
+def _from_mapping(cls: type[Any], mapping: Mapping[str, Any], what: str) -> Any:
+    """Make the class of the mapping's keys, in a part of `response_format`; others are refused."""
+    if unknown := sorted(str(key)[:40] for key in mapping if key not in fields_dict(cls)):
+        raise _bad_format(
+            f"{what} has unknown keys: {', '.join(unknown)[:200]}; "
+            f"known: {', '.join(fields_dict(cls))}"
+        )
+    return cls(**mapping)
+
+
+def _bad_format(why: str) -> InvalidRequestError:
+    return InvalidRequestError(why, param="response_format")
+
+
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _as_schema(value: object) -> dict[str, Any]:
+    """A copy of the schema, in JSON's own types."""
+    copy: Any = None
+    with suppress(TypeError, ValueError, RecursionError):  # these errors may hold the schema
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        copy = json.loads(text)
+    if not isinstance(copy, dict):
+        raise _bad_format("response_format: json_schema.schema is a JSON object: a JSON Schema")
+    return copy
+
+
+@frozen(kw_only=True)
+class JsonSchema:
+    """The schema of a `ResponseFormat`, as the OpenAI API wraps it."""
+
+    name: str = field(default=None)
+    """Letters, digits, `_` and `-`, 64 at most; some models are told it."""
+    schema: Mapping[str, Any] = field(default=None, converter=_as_schema, repr=False)
+    """A JSON Schema. Which of its keywords can be enforced is the engine's to say."""
+    strict: bool | None = None
+    """None and false leave it to the engine how closely it keeps to the schema."""
+    description: str | None = field(default=None, repr=False)
+
+    @name.validator
+    def _check_name(self, _attribute: object, name: object) -> None:
+        if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+            raise _bad_format(
+                "response_format: json_schema.name is a text of 1 to 64 letters, digits, _ and -"
+            )
+
+    def __attrs_post_init__(self) -> None:
+        if self.strict is not None and not isinstance(self.strict, bool):
+            raise _bad_format("response_format: json_schema.strict is true or false")
+        if self.description is not None and not isinstance(self.description, str):
+            raise _bad_format("response_format: json_schema.description is a text")
+
+
+def _as_json_schema(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _from_mapping(JsonSchema, value, "response_format: json_schema")
+    return value
+
+
+@frozen(kw_only=True)
+class ResponseFormat:
+    """What form the answer's text has, as the OpenAI API says it.
+
+    An answer that ends by `stop` is one JSON object (`json_object`), or JSON that the schema
+    allows (`json_schema`). One that ends by `length` is the beginning of it. Raises
+    `InvalidRequestError`.
+    """
+
+    type: Literal["text", "json_object", "json_schema"] = field(default=None)
+    json_schema: JsonSchema | None = field(default=None, converter=_as_json_schema)
+    """Given with the type `json_schema`, and with no other."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.type not in ("text", "json_object", "json_schema"):
+            raise _bad_format("response_format: type is one of text, json_object, json_schema")
+        if self.type == "json_schema" and not isinstance(self.json_schema, JsonSchema):
+            raise _bad_format("response_format: the type json_schema needs json_schema, an object")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise _bad_format("response_format: json_schema goes with the type json_schema")
+
+    @property
+    def as_mapping(self) -> dict[str, Any]:
+        """The form of the OpenAI API, for JSON; what is None is left out."""
+        return asdict(self, filter=lambda _, value: value is not None)
+
+
+def _as_response_format(value: object) -> ResponseFormat | None:
+    if isinstance(value, Mapping):
+        value = _from_mapping(ResponseFormat, value, "response_format")
+    if value is not None and not isinstance(value, ResponseFormat):
+        raise _bad_format(
+            "response_format is an object with a type: text, json_object or json_schema"
+        )
+    return None if value is None or value.type == "text" else value
+
+
+def _as_grammar(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRequestError("grammar is a text, in Lark's syntax", param="grammar")
+    return _encodable(value, "grammar")
+
+
 @frozen(kw_only=True)
 class GenerationParams:
     """How to generate; a field that is None is left to the backend.
@@ -257,6 +383,28 @@ class GenerationParams:
     """1 changes nothing."""
     logit_bias: Mapping[int, float] | None = field(default=None, converter=_as_logit_bias)
     """Token id → what to add to its logit, -100 to 100."""
+    logprobs: bool | None = field(default=None, converter=_as_logprobs)
+    """Tell the log probability of each token of the answer. False is None: nothing is asked."""
+    top_logprobs: int | None = _integer(0, MAX_TOP_LOGPROBS)
+    """With `logprobs`: tell as many of the likeliest tokens at each position, 0 to 20."""
+    response_format: ResponseFormat | None = field(
+        default=None, converter=_as_response_format, repr=False
+    )
+    """The form of the answer; a mapping is read. The type `text` is None: nothing is asked."""
+    grammar: str | None = field(default=None, converter=_as_grammar, repr=False)
+    """A context-free grammar that the answer keeps to, in Lark's syntax as llguidance reads it,
+    with the rule `start`. Not together with `response_format`."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true", param="top_logprobs"
+            )
+        if self.response_format is not None and self.grammar is not None:
+            raise InvalidRequestError(
+                "response_format and grammar can't both say the form of the answer; give one",
+                param="grammar",
+            )
 
     @classmethod
     def from_input(cls, params: Params) -> GenerationParams:
@@ -314,6 +462,36 @@ def _round_ms(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
+def _as_logprob(value: float) -> float:
+    value = float(value)
+    if math.isnan(value):
+        raise ValueError("a log probability is a number")
+    return min(max(value, LOWEST_LOGPROB), 0.0)
+
+
+@frozen
+class TokenLogprob:
+    """How likely a token was at its position, as the OpenAI API tells it.
+
+    The likelihood is the model's own, the softmax of its logits, before temperature, penalties,
+    biases, `top_k` and the like, or a grammar change them: how likely the model held the token,
+    not how likely it was to be drawn.
+    """
+
+    token: str = field(repr=False)
+    """The token's text. Of a token that holds a part of a character it shows U+FFFD."""
+    bytes: builtins.bytes | None = field(repr=False)
+    """What the token adds to the text, in UTF-8; may be a part of a character. A control token
+    adds `b""`. None: the backend can't tell."""
+    token_id: int | None = field(repr=False)
+    """Its number in the model's vocabulary; None: the backend can't tell."""
+    logprob: float = field(converter=_as_logprob)
+    """Natural logarithm of the probability, from `LOWEST_LOGPROB` to 0."""
+    top: tuple[TokenLogprob, ...] = field(default=(), repr=False)
+    """The likeliest tokens at this position, the likeliest first, as many as `top_logprobs` asks;
+    the token itself may be one of them. Theirs is empty."""
+
+
 @frozen(kw_only=True)
 class InferResult:
     """One whole answer; `str()` of it is its text."""
@@ -335,6 +513,9 @@ class InferResult:
     device: str = ""
     """What the model ran on, as the engine itself tells it; `""` when it does not."""
     time_to_first_token_ms: float | None = field(default=None, converter=_round_ms)
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    """One for each token that the engine tells of, in order; None: the call did not ask. Those of
+    the end and of a stop text may be among them, so that their bytes may go on after the text."""
 
     def __str__(self) -> str:
         return self.text
@@ -346,6 +527,10 @@ class InferChunk:
 
     delta: str = field(repr=False)
     result: InferResult | None = None
+    logprobs: tuple[TokenLogprob, ...] = field(default=(), repr=False)
+    """Those of the tokens decided since the chunk before, whether their text is in this delta, or
+    is held back for the rest of a character or of a stop text, or is none. The end has those that
+    no delta came after. Joined over all chunks, the end among them, they are the result's."""
 
 
 PARAM_NAMES: frozenset[str] = frozenset(a.name for a in fields(GenerationParams))

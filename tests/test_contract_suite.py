@@ -9,22 +9,62 @@ from pathlib import Path
 import pytest
 
 MODULE = '''
+import math
+
 import pytest
 from attrs import evolve
-from iaop_core import BackendHealth, InferChunk
+from iaop_core import BackendHealth, InferChunk, TokenLogprob
 from iaop_core.contract import *
 from iaop_core.echo import EchoBackend
-from iaop_core.errors import ModelNotLoadedError
+from iaop_core.errors import InvalidRequestError, ModelNotLoadedError
 from iaop_core.messages import GenerationParams
+
+PARAMS = {
+    "max_tokens", "temperature", "logprobs", "top_logprobs", "response_format", "grammar"
+}
 
 
 class Strict(EchoBackend):
-    """echo, failing closed."""
+    """echo, failing closed; a model that is half sure of each token, and says what it is told."""
+
+    @property
+    def capabilities(self):
+        return evolve(super().capabilities, params=PARAMS)
 
     def stream(self, prompt, context=None, *, params=None):
         if not self._model:
             raise ModelNotLoadedError(f"backend {self.name!r} has no model", backend=self.name)
-        yield from super().stream(prompt, context, params=params)
+        given = GenerationParams.from_input(params)
+        given.require_supported(self.capabilities.params, backend=self.name)
+        if given.response_format or given.grammar:
+            prompt = self.in_form(given)
+        logprobs = ()
+        for chunk in super().stream(prompt, context, params={"max_tokens": given.max_tokens}):
+            if chunk.result is None:
+                told = self.told(chunk.delta, given)
+                logprobs += told
+                yield evolve(chunk, logprobs=told)
+            else:
+                yield InferChunk("", evolve(chunk.result, logprobs=logprobs or None))
+
+    def told(self, token, given):
+        if not given.logprobs:
+            return ()
+        top = [TokenLogprob(t, t.encode(), None, math.log(p))
+               for t, p in ((token, 0.5), ("a", 0.3), ("b", 0.2))]
+        return (evolve(top[0], top=tuple(top[:given.top_logprobs or 0])),)
+
+    def in_form(self, given):
+        wanted = given.response_format
+        if given.grammar:
+            if given.grammar.count("(") != given.grammar.count(")"):
+                raise InvalidRequestError("the grammar is not closed")
+            return "state: good"
+        if wanted.type == "json_object":
+            return '{"a": 1}'
+        if wanted.json_schema.schema["type"] != "object":
+            raise InvalidRequestError("the schema has an unknown type")
+        return '{"state": "running", "urgent": true}'
 
 
 class Mutant(Strict):
@@ -45,6 +85,8 @@ class TestHealth(HealthContract): ...
 
 STREAM = "def stream(self, prompt, context=None, *, params=None):\n        "
 SUPER = "super().stream(prompt, context, params=params)"
+TOLD = "def told(self, token, given):\n        return super().told(token, "
+IN_FORM = "def in_form(self, given):\n        return "
 
 MUTANTS = {
     "answers before load": (
@@ -124,6 +166,67 @@ MUTANTS = {
     "ignored context": (
         f"{STREAM}yield from super().stream(prompt, None, params=params)",
         "test_context_changes_the_prompt",
+    ),
+    "logprobs left out": (
+        "def told(self, token, given):\n        return ()",
+        "test_logprobs_are_those_of_the_answer",
+    ),
+    "logprobs that nobody asked for": (
+        f"{TOLD}evolve(given, logprobs=True))",
+        "test_no_logprobs_unless_asked_for",
+    ),
+    "logprobs of another text": (
+        "def told(self, token, given):\n        return super().told('x' + token, given)",
+        "test_logprobs_are_those_of_the_answer",
+    ),
+    "logprobs that the stream keeps back": (
+        f"{STREAM}yield from (c if c.result else InferChunk(c.delta) for c in {SUPER})",
+        "test_streamed_logprobs_join_to_those_of_the_result",
+    ),
+    "logprobs that come all at the end": (
+        (
+            f"{STREAM}*deltas, end = {SUPER}\n"
+            "        yield from (InferChunk(c.delta) for c in deltas)\n"
+            "        yield evolve(end, logprobs=end.result.logprobs or ())"
+        ),
+        "test_streamed_logprobs_join_to_those_of_the_result",
+    ),
+    "too few alternatives": (
+        f"{TOLD}evolve(given, top_logprobs=given.top_logprobs and 1))",
+        "test_top_logprobs_are_the_likeliest_tokens",
+    ),
+    "logits for logprobs": (
+        (
+            "def told(self, token, given):\n"
+            "        return tuple(evolve(t, top=tuple(evolve(o, logprob=0.0) for o in t.top))\n"
+            "                     for t in super().told(token, given))"
+        ),
+        "test_top_logprobs_are_the_likeliest_tokens",
+    ),
+    "logprobs after the temperature": (
+        (
+            "def told(self, token, given):\n"
+            "        return tuple(evolve(t, top=tuple(\n"
+            "            evolve(o, logprob=o.logprob * (1 + (given.temperature or 0)))"
+            " for o in t.top)) for t in super().told(token, given))"
+        ),
+        "test_logprobs_are_the_models_before_the_temperature",
+    ),
+    "no JSON": (
+        f"{IN_FORM}'{{\"a\": 1,'",
+        "test_json_object_is_one",
+    ),
+    "JSON of another schema": (
+        f'{IN_FORM}\'{{"state": "asleep", "urgent": true}}\'',
+        "test_answer_keeps_to_its_schema",
+    ),
+    "ignored grammar": (
+        f"{IN_FORM}'state: fair'",
+        "test_answer_keeps_to_its_grammar",
+    ),
+    "schema that is none": (
+        f"{IN_FORM}'{{}}'",
+        "test_form_that_can_not_be_kept_is_the_callers_error",
     ),
 }
 

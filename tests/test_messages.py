@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import traceback
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from iaop_core import (
     GenerationParams,
     InferChunk,
     InferResult,
+    JsonSchema,
     Message,
+    ResponseFormat,
+    TokenLogprob,
     as_messages,
     estimate_tokens,
     with_context,
@@ -127,6 +133,11 @@ def test_texts_are_in_no_repr() -> None:
         latency_ms=1.23456,
     )
     assert SECRET_TEXT not in repr([Message("user", SECRET_TEXT), InferChunk(SECRET_TEXT, result)])
+    other = TokenLogprob(SECRET_TEXT, SECRET_TEXT.encode(), 4711, -1.5)
+    told = (TokenLogprob(SECRET_TEXT, SECRET_TEXT.encode(), 4711, -0.5, (other,)),)
+    shown = repr([told, InferChunk("a", logprobs=told), evolve(result, logprobs=told)])
+    assert SECRET_TEXT not in shown
+    assert "4711" not in shown
     assert str(result) == SECRET_TEXT
     assert result.latency_ms == 1.235
 
@@ -139,6 +150,11 @@ def test_token_estimate_is_a_quarter_of_the_characters(text: str, tokens: int) -
 
 
 HUGE = 10**400
+SCHEMA = {"name": "press-3", "schema": {"type": "object"}}
+
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {**SCHEMA, **fields}}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +192,32 @@ HUGE = 10**400
         {"logit_bias": {1: HUGE}},
         {"logit_bias": {1.5: 1}},
         {"logit_bias": 5},
+        {"logprobs": 1},
+        {"logprobs": "yes"},
+        {"top_logprobs": 2},
+        {"response_format": "json_object"},
+        {"response_format": {}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": ["json_object"]}},
+        {"response_format": {"type": "json_object", "schema": {}}},
+        {"response_format": {"type": "json_object", "json_schema": SCHEMA}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": "a"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"response_format": json_schema(name="a b")},
+        {"response_format": json_schema(name="a" * 65)},
+        {"response_format": json_schema(name=5)},
+        {"response_format": json_schema(strict="yes")},
+        {"response_format": json_schema(description=5)},
+        {"response_format": json_schema(more=1)},
+        {"response_format": json_schema(schema=True)},
+        {"response_format": json_schema(schema={"const": float("nan")})},
+        {"response_format": json_schema(schema={"const": {1, 2}})},
+        {"response_format": json_schema(schema={"const": "\ud83d"})},
+        {"grammar": 5},
+        {"grammar": " "},
+        {"grammar": 'start: "\ud83d"'},
     ],
     ids=lambda params: repr(params)[:40],
 )
@@ -209,6 +251,81 @@ def test_one_stop_text_is_a_list_of_one() -> None:
 
 def test_bias_keys_of_json_are_token_ids() -> None:
     assert GenerationParams.from_input({"logit_bias": {"5": -1}}).logit_bias == {5: -1}
+
+
+@pytest.mark.parametrize("top_logprobs", [-1, 21, True, 2.0])
+def test_alternatives_are_twenty_at_most(top_logprobs: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="top_logprobs is a whole number"):
+        GenerationParams(logprobs=True, top_logprobs=top_logprobs)
+    assert GenerationParams(logprobs=True, top_logprobs=20).top_logprobs == 20
+
+
+def test_alternatives_are_those_of_tokens_asked_for() -> None:
+    with pytest.raises(InvalidRequestError, match="needs logprobs"):
+        GenerationParams(logprobs=False, top_logprobs=0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logprobs": False}, {"response_format": {"type": "text"}}, {"grammar": None}],
+    ids=repr,
+)
+def test_asking_for_what_there_is_anyway_is_not_asking(params: dict[str, Any]) -> None:
+    given = GenerationParams.from_input(params)
+    assert not given.given
+    given.require_supported(frozenset({"max_tokens"}), backend="b")
+
+
+def test_response_format_is_read_as_the_api_has_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    asked = json_schema(schema=schema, strict=True)
+    read = GenerationParams.from_input({"response_format": asked}).response_format
+    assert read == ResponseFormat(
+        type="json_schema", json_schema=JsonSchema(name="press-3", schema=schema, strict=True)
+    )
+    assert read.as_mapping == asked
+    schema["type"] = "array"
+    assert read.json_schema is not None
+    assert read.json_schema.schema["type"] == "object", "it is a copy"
+    assert GenerationParams(response_format=read).response_format is read
+
+
+def test_schema_and_grammar_are_in_no_repr() -> None:
+    asked = json_schema(schema={"const": SECRET_TEXT}, description=SECRET_TEXT)
+    assert SECRET_TEXT not in repr(GenerationParams.from_input({"response_format": asked}))
+    assert SECRET_TEXT not in repr(GenerationParams(grammar=f'start: "{SECRET_TEXT}"'))
+    for wrong in ({"const": {SECRET_TEXT}}, {"const": "\ud83d" + SECRET_TEXT}):
+        with pytest.raises(InvalidRequestError) as caught:
+            GenerationParams.from_input({"response_format": json_schema(schema=wrong)})
+        assert SECRET_TEXT not in "".join(traceback.format_exception(caught.value))
+
+
+def test_schema_of_endless_depth_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"not": schema}
+    with pytest.raises(InvalidRequestError):
+        GenerationParams.from_input({"response_format": json_schema(schema=schema)})
+
+
+def test_answer_has_one_form() -> None:
+    with pytest.raises(InvalidRequestError, match="give one"):
+        GenerationParams.from_input(
+            {"response_format": {"type": "json_object"}, "grammar": 'start: "a"'}
+        )
+
+
+@pytest.mark.parametrize(
+    ("logprob", "told"),
+    [(-0.5, -0.5), (-math.inf, -9999.0), (-12345.6, -9999.0), (0.0, 0.0), (1e-7, 0.0)],
+)
+def test_log_probability_is_a_number_of_json(logprob: float, told: float) -> None:
+    assert TokenLogprob("a", b"a", 1, logprob).logprob == told
+
+
+def test_log_probability_that_is_no_number_can_not_be_told() -> None:
+    with pytest.raises(ValueError, match="is a number"):
+        TokenLogprob("a", b"a", 1, math.nan)
 
 
 def test_parameter_that_is_not_supported_is_refused_by_name() -> None:

@@ -41,6 +41,18 @@ class StreamContract(ContractRules):
         assert end.text == whole.text
         assert end.finish_reason == whole.finish_reason
 
+    def test_streamed_logprobs_join_to_those_of_the_result(
+        self, subject: ContractSubject, loaded: InferenceBackend
+    ) -> None:
+        subject.require_param("logprobs", loaded)
+        params = {**subject.params_for(loaded), "logprobs": True}
+        *deltas, end = loaded.stream(subject.prompt, params=params)
+        _check([*deltas, end])
+        assert end.result is not None
+        assert end.result.logprobs
+        if loaded.capabilities.streaming:
+            assert any(chunk.logprobs for chunk in deltas), "they come with the text"
+
     @pytest.mark.parametrize("max_tokens", range(1, 9))
     def test_no_delta_holds_half_a_character(
         self, subject: ContractSubject, loaded: InferenceBackend, max_tokens: int
@@ -106,3 +118,5 @@ def _check(chunks: list[InferChunk]) -> None:
     assert all(chunk.result is None for chunk in deltas), "only the last chunk is the end"
     assert all(chunk.delta for chunk in deltas), "no delta is empty"
     assert "".join(chunk.delta for chunk in deltas) == end.result.text
+    logprobs = tuple(entry for chunk in chunks for entry in chunk.logprobs)
+    assert logprobs == (end.result.logprobs or ()), "the logprobs joined are the result's"

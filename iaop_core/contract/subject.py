@@ -37,6 +37,11 @@ class ContractSubject:
         supported = backend.capabilities.params
         return {name: value for name, value in self.params.items() if name in supported}
 
+    def require_param(self, name: str, backend: InferenceBackend) -> None:
+        """Skip the rule for a backend that does not honour the parameter."""
+        if name not in backend.capabilities.params:
+            pytest.skip(f"the backend does not declare the parameter {name}")
+
 
 class ContractRules:
     """The fixtures that all rules share."""
