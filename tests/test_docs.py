@@ -486,14 +486,18 @@ def test_architecture_document_draws_the_layers_that_are_held() -> None:
 FILE = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture
-def documented_plugin(tmp_path: Path) -> Path:
-    """The package that backend.md prints, in a folder, as if it were installed there."""
-    folder = tmp_path / "iaop-wordpairs"
-    for file in FILE.finditer(read("docs/backend.md")):
+def write_files(text: str, folder: Path) -> None:
+    for file in FILE.finditer(text):
         path = folder / file[1]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file[2], encoding="utf-8")
+
+
+@pytest.fixture
+def documented_plugin(tmp_path: Path) -> Path:
+    """The package that backend.md prints before it uses it, as if it were installed there."""
+    folder = tmp_path / "iaop-wordpairs"
+    write_files(read("docs/backend.md").partition("```console")[0], folder)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -508,24 +512,32 @@ def documented_plugin(tmp_path: Path) -> Path:
     return folder
 
 
-def sessions(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command of the console blocks, and the lines that it is shown to print."""
-    for block in blocks(text, "console"):
-        for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+def sessions(text: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each command of the console blocks, and the lines that it is shown to print.
+
+    The files that the text prints are there from where it prints them on, as for its reader.
+    """
+    end = 0
+    for block in BLOCK.finditer(text):
+        if block[1] != "console":
+            continue
+        write_files(text[end : block.start()], folder)
+        end = block.end()
+        for command in re.split(r"^\$ ", block[2], flags=re.MULTILINE)[1:]:
             line, *shown = command.splitlines()
             yield line, shown
 
 
 def test_backend_document_runs_as_it_shows(documented_plugin: Path) -> None:
-    ran = list(sessions(read("docs/backend.md")))
-    assert {command.split()[0] for command, _ in ran} == {"iaop", "mv", "pytest"}
+    programs = set()
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(documented_plugin),
         "PYTHONWARNINGS": "error",
     }
-    for command, shown in ran:
+    for command, shown in sessions(read("docs/backend.md"), documented_plugin):
+        programs.add(command.split()[0])
         ended = subprocess.run(
             command,
             shell=True,
@@ -544,9 +556,11 @@ def test_backend_document_runs_as_it_shows(documented_plugin: Path) -> None:
                 f"$ {command}\n{ended.stdout}\nlacks: {line}"
             )
         assert (ended.returncode != 0) == any(line.startswith("Error") for line in shown), command
+    assert programs == {"iaop", "mv", "pytest"}
 
 
 def test_backend_document_lists_its_files(documented_plugin: Path) -> None:
+    write_files(read("docs/backend.md"), documented_plugin)
     tree = blocks(read("docs/backend.md"), "text")[0]
     for name in re.findall(r"^  (\S+?)(?:, |  |$)", tree, re.MULTILINE):
         assert (documented_plugin / name).is_file(), name

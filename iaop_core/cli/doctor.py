@@ -12,7 +12,7 @@ import click
 import importlib_metadata
 
 from iaop_core.cli.backends import echo_backends
-from iaop_core.cli.options import DEFAULT_VALUES, echo_json, json_option, values_option
+from iaop_core.cli.options import echo_json, find_values, json_option, values_option
 from iaop_core.errors import IaopError
 from iaop_core.hookspecs import API_VERSION
 from iaop_core.plugins import PluginRegistry
@@ -71,5 +71,5 @@ def doctor(values: Path | None, as_json: bool) -> None:
 
 
 def _check_values(values: Path | None) -> None:
-    if values is not None or Path(DEFAULT_VALUES).exists():
-        Values.load(values or DEFAULT_VALUES)
+    if file := find_values(values):
+        Values.load(file)

@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["echo_json", "echo_table", "json_option", "values_option"]
+__all__ = [
+    "DEFAULT_VALUES",
+    "echo_json",
+    "echo_table",
+    "find_values",
+    "json_option",
+    "values_option",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,8 +29,15 @@ def values_option(function: F) -> F:
         "-f",
         type=click.Path(path_type=Path),
         envvar="IAOP_VALUES",
-        help=f"The values file; by default $IAOP_VALUES, or {DEFAULT_VALUES}.",
+        help=f"The values file; by default $IAOP_VALUES, else {DEFAULT_VALUES} of this folder.",
     )(function)
+
+
+def find_values(values: Path | None) -> Path | None:
+    """The values file that was named or, when it is there, the default one."""
+    if values is None and Path(DEFAULT_VALUES).exists():
+        return Path(DEFAULT_VALUES)
+    return values
 
 
 def json_option(function: F) -> F:
