@@ -202,7 +202,7 @@ class AuditLog:
                 "the parent; make a gateway in each process"
             )
         if self._closed:
-            raise AuditError("the gateway and its audit log are closed")
+            raise AuditError("the gateway is closed, and its audit with it; make a new one")
 
     def close(self) -> None:
         """Write what is queued and close the database."""
@@ -241,6 +241,8 @@ class AuditLog:
                 self.check_open()
                 self._jobs.put(job)
         except AuditError as error:
+            if isinstance(job, tuple):
+                _log.error("an audit row is lost: %s", error)
             future.set_exception(error)
 
     def _work(self) -> None:

@@ -182,7 +182,7 @@ class LLMGateway:
 
         A route that is left without any loaded backend raises the error of its first target; a
         failure that leaves others is logged, and shown by `health`. Raises `AuditError` when the
-        audit database can't be opened.
+        audit database can't be opened, or the gateway is closed.
         """
         bridge.drive(self._load(route, bridge.block))
 
@@ -191,6 +191,7 @@ class LLMGateway:
         await self._load(route, bridge.suspend)
 
     async def _load(self, route: str | None, wait: Wait) -> None:
+        self._site.audit.check_open()
         routes = self._site.values.routes
         if route is not None and route not in routes:
             raise InvalidRequestError(
@@ -248,7 +249,11 @@ class LLMGateway:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release every backend and write what is left of the audit. Safe to call again."""
+        """Release every backend and write what is left of the audit. Safe to call again.
+
+        Calls and `load` raise `AuditError` afterwards. A stream that is still open loses its row,
+        which is logged: close it first.
+        """
         for backend in self._site.backends.values():
             backend.close()
         self._site.audit.close()

@@ -531,7 +531,22 @@ def test_closed_gateway_answers_no_call_and_makes_no_backend(site: ScriptedSite)
     for call in (lambda: gateway.ask("hi"), lambda: asyncio.run(gateway.aask("hi"))):
         with pytest.raises(AuditError, match="closed"):
             call()
+    with pytest.raises(AuditError, match="the gateway is closed"):
+        gateway.load()
     assert (script.calls, made) == ([], [1])
+    assert not gateway.health()
+
+
+def test_row_that_comes_after_the_gateways_end_is_not_lost_in_silence(
+    site: ScriptedSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = site.gateway(Script("only", _endless))
+    stream: Any = gateway.stream("hi")
+    next(stream)
+    gateway.close()
+    assert caplog.text == ""
+    stream.close()
+    assert "an audit row is lost: the gateway is closed" in caplog.text
 
 
 FORKED = """
