@@ -53,7 +53,7 @@ class AuditRow:
     route: str
     """As the values name it; `""` for an unknown one: a caller's own words are never kept."""
     backend: str
-    """The backend's name in the values; of the last one tried, `""` when none was."""
+    """The backend's name in the values; of the last one that was tried or would have been."""
     plugin: str
     model: str = field(converter=_as_text)
     on_premises: bool | None

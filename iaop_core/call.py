@@ -15,7 +15,6 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from functools import cached_property
 
 from attrs import field, frozen
 
@@ -42,6 +41,7 @@ from iaop_core.messages import (
     GenerationParams,
     InferChunk,
     InferResult,
+    Message,
     Params,
     Prompt,
     as_messages,
@@ -111,6 +111,8 @@ class Call:
         self._delivered = ""
         self._first_ms: float | None = None
         self._result: InferResult | None = None
+        self._messages: tuple[Message, ...] = ()
+        self._reservation: Reservation | None = None
 
     async def chunks(self) -> AsyncGenerator[InferChunk, None]:
         """The answer's chunks. The row is written, and the quota settled, whatever the end.
@@ -118,16 +120,10 @@ class Call:
         The end is given out when its row is written: an answer that isn't recorded is not served.
         """
         error: BaseException | None = None
-        reservation: Reservation | None = None
         end: InferChunk | None = None
         try:
             self._site.audit.check_open()
             route, params = self._read_request()
-            if self._request.tenant is not None:
-                needed = self._prompt_estimate + (params.max_tokens or DEFAULT_MAX_TOKENS)
-                reservation = await self._site.quotas.reserve(
-                    self._request.tenant, needed, self._wait, self._remaining_s()
-                )
             async with aclosing(self._answer(route, params)) as chunks:
                 async for chunk in chunks:
                     if chunk.result is None:
@@ -139,8 +135,8 @@ class Call:
             raise
         finally:
             row = self._row(error)
-            if reservation is not None:
-                reservation.settle(row.prompt_tokens + row.completion_tokens)
+            if self._reservation is not None:
+                self._reservation.settle(row.prompt_tokens + row.completion_tokens)
             written = self._site.audit.write(row)
             if row.outcome != "abandoned":
                 await self._confirm(written, error)
@@ -186,13 +182,17 @@ class Call:
             raise InvalidRequestError("timeout_ms is a number above 0", param="timeout_ms")
         self._timeout_ms = timeout_ms
         self._deadline = self._started + min(timeout_ms, _LONGEST_MS) / 1000
-        with_context(as_messages(request.prompt), request.context)
+        self._messages = with_context(as_messages(request.prompt), request.context)
+        said = [message.content for message in self._messages if message.role == "user"]
+        if said and not any(said):
+            raise InvalidRequestError(
+                "the prompt is empty; ask something, or give a context", param="messages"
+            )
         return route, GenerationParams.from_input(request.params)
 
-    @cached_property
+    @property
     def _prompt_estimate(self) -> int:
-        messages = with_context(as_messages(self._request.prompt), self._request.context)
-        return sum(estimate_tokens(message.content) for message in messages)
+        return sum(estimate_tokens(message.content) for message in self._messages)
 
     # -- the backends of the route ---------------------------------------------------------------
 
@@ -239,6 +239,7 @@ class Call:
         instance = await self._make(backend)
         check_policy(self._route_name, route, backend)
         params.require_supported(instance.capabilities.params, backend=backend.name)
+        await self._reserve(params)
         self._attempts += 1
         self._device = instance.capabilities.device
         call = InferCall(
@@ -283,6 +284,14 @@ class Call:
             raise
         except TimeoutError:
             raise self._timed_out(backend) from None
+
+    async def _reserve(self, params: GenerationParams) -> None:
+        """Put the tenant's tokens aside, once for the whole call."""
+        if self._request.tenant is not None and self._reservation is None:
+            needed = self._prompt_estimate + (params.max_tokens or DEFAULT_MAX_TOKENS)
+            self._reservation = await self._site.quotas.reserve(
+                self._tenant, needed, self._wait, self._remaining_s()
+            )
 
     async def _take_slot(self, backend: SiteBackend) -> None:
         limit_s = self._site.values.gateway.slot_wait_ms / 1000

@@ -113,6 +113,11 @@ def test_estimates_of_a_backend_are_marked(site: ScriptedSite) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt": ({"prompt": [None]}, "invalid_request"),
+    "empty prompt": ({"prompt": ""}, "invalid_request"),
+    "empty turn": (
+        {"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": ""}]},
+        "invalid_request",
+    ),
     "context": ({"context": "text"}, "invalid_request"),
     "params": ({"params": {"max_tokens": 0}}, "invalid_request"),
     "unsupported": ({"params": {"top_k": 5}}, "capability_not_supported"),
@@ -124,6 +129,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "tenant type": ({"tenant": ["line-3"]}, "invalid_request"),
     "quota": ({"tenant": "line-3"}, "quota_exceeded"),
 }
+
+
+def test_empty_turn_with_a_context_is_no_empty_prompt(site: ScriptedSite) -> None:
+    assert site.gateway(Script("only")).ask("", ["a source"]).text == "a "
 
 
 @pytest.mark.parametrize("asynchronously", [False, True], ids=["sync", "aio"])
