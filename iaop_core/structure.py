@@ -19,9 +19,8 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn
 
-from iaop_core.errors import ValuesError
 from iaop_core.secret import Secret
-from iaop_core.valuesfile import KeyPath, Lines
+from iaop_core.valuesfile import KeyPath, Lines, as_one
 
 __all__ = ["structure"]
 
@@ -37,12 +36,7 @@ def structure(data: object, cls: type[T], lines: Lines, path: KeyPath = ()) -> T
         return _converter.structure(data, cls)
     except Exception as error:
         problems = [lines.error((*path, *where), message) for where, message in _explain(error, ())]
-    if len(problems) == 1:
-        raise problems[0]
-    first = problems[0]
-    several = ValuesError("\n".join(str(problem) for problem in problems), path=first.path)
-    several.source, several.line = first.source, first.line
-    raise several
+    raise as_one(problems)
 
 
 def _explain(error: BaseException, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
@@ -158,14 +152,18 @@ def _class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], A
     def structure_class(value: Any, _type: Any) -> Any:
         if isinstance(value, cls):
             return value
-        return structure_keys(_mapping(value), cls)
+        return structure_keys(_mapping(value, example), cls)
 
+    keys = [a for a in attrs.fields(cls) if a.init]
+    required = [a.alias for a in keys if a.default is attrs.NOTHING]
+    example = ", ".join(f"{name}: …" for name in required or [a.alias for a in keys][:1])
     return structure_class
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any, example: str = "") -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"is a mapping of keys to values, not of type {type(value).__name__}")
+        such = f"a mapping such as {{{example}}}" if example else "a mapping of keys to values"
+        raise ValueError(f"is {such}, not of type {type(value).__name__}")
     return value
 
 

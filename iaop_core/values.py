@@ -19,7 +19,7 @@ from attrs import field, frozen, validators
 from iaop_core.errors import ValuesError
 from iaop_core.secret import Secret
 from iaop_core.structure import structure
-from iaop_core.valuesfile import KeyPath, Lines, read_values
+from iaop_core.valuesfile import KeyPath, Lines, as_one, read_values
 
 __all__ = [
     "AuditSettings",
@@ -149,7 +149,7 @@ class Values:
     def load(cls, values: Values | Mapping[str, Any] | str | Path) -> Values:
         """Values from a file (`.yaml`, `.yml` or `.toml`) or a mapping; checked values as they are.
 
-        Raises `ValuesError`.
+        Raises one `ValuesError` that tells every problem.
         """
         if isinstance(values, Values):
             return values
@@ -159,8 +159,8 @@ class Values:
             data, lines = read_values(Path(values))
         checked = structure(data, cls, lines)
         object.__setattr__(checked, "_lines", lines)
-        for path, message in checked._contradictions():
-            raise lines.error(path, message)
+        if problems := [lines.error(*problem) for problem in checked._contradictions()]:
+            raise as_one(problems)
         return checked
 
     def __attrs_post_init__(self) -> None:

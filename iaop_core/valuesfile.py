@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from iaop_core.errors import ValuesError
 
-__all__ = ["KeyPath", "Lines", "read_values"]
+__all__ = ["KeyPath", "Lines", "as_one", "read_values"]
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -38,6 +38,19 @@ class Lines:
             line=line,
             path=dotted,
         )
+
+
+def as_one(problems: Sequence[ValuesError]) -> ValuesError:
+    """The problem or, when there are several, one error that tells each on a line of its own.
+
+    Its `source`, `line` and `path` are the first one's.
+    """
+    first = problems[0]
+    if len(problems) == 1:
+        return first
+    several = ValuesError("\n".join(str(problem) for problem in problems), path=first.path)
+    several.source, several.line = first.source, first.line
+    return several
 
 
 def read_values(path: Path) -> tuple[object, Lines]:

@@ -133,6 +133,38 @@ def test_argument_that_is_not_utf_8_is_said_to_be_so(arguments: tuple[str, ...],
     assert ended.stderr == f"Error: {says} is not UTF-8 text\n"
 
 
+# -- iaop config validate -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("values_file")
+def test_validate_says_what_it_checked_and_what_not() -> None:
+    ended = iaop("config", "validate")
+    assert (ended.exit_code, ended.stdout.splitlines()) == (
+        0,
+        [
+            "values.yaml: the keys and the plugins' settings are right",
+            "  backends: one, two",
+            "  routes: first, second",
+            "Not checked: secrets, models, servers and the audit database; see iaop health",
+        ],
+    )
+
+
+def test_validate_tells_every_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(
+        "backends:\n"
+        "  one: {plugin: echo, settings: {delay_ms: soon}}\n"
+        "  two: {plugin: ecko}\n"
+        "gateway: {route: one}\n"
+    )
+    ended = iaop("config", "validate")
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    first, second = ended.stderr.splitlines()
+    assert first.startswith("Error: values.yaml:2: backends.one.settings.delay_ms: is a number")
+    assert second.startswith("Error: values.yaml:3: backends.two.plugin: ")
+    assert "did you mean 'echo'?" in second
+
+
 # -- exit codes ---------------------------------------------------------------------------------
 
 _ILL = """

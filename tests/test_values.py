@@ -121,7 +121,7 @@ def test_byte_order_mark_is_no_part_of_the_values() -> None:
 WRONG: list[tuple[str, int | None, str, str]] = [
     # text, line, key, what the message says
     ("", None, "backends", "'backends' is missing"),
-    ("- a\n", None, "", "is a mapping of keys to values, not of type list"),
+    ("- a\n", None, "", "is a mapping such as {backends: …}, not of type list"),
     ("backends: {}\n", 1, "backends", "at least one backend"),
     ("backends: []\n", 1, "backends", "is a mapping of keys to values"),
     ("backends:\n  a: {model: m}\n", 2, "backends.a.plugin", "'plugin' is missing"),
@@ -149,6 +149,11 @@ WRONG: list[tuple[str, int | None, str, str]] = [
         "need one with a weight above 0",
     ),
     (ONE + "routes:\n  r:\n    targets: a\n", 4, "routes.r.targets", "is a list, not of type str"),
+    (
+        ONE + "routes:\n  r:\n    targets: [a]\n",
+        *(4, "routes.r.targets[0]", "is a mapping such as {backend: …}, not of type str"),
+    ),
+    (ONE + "gateway: a\n", 2, "gateway", "is a mapping such as {route: …}, not of type str"),
     (
         ONE + "routes:\n  r:\n    targets:\n    - backend: a\n      weight: 0\n",
         *(4, "routes.r.targets", "need one with a weight above 0"),
@@ -246,6 +251,23 @@ def test_every_problem_is_told_at_once() -> None:
     text = str(error)
     for line, key in ((2, "backends.a.plugin"), (3, "backends.b.modle"), (4, "gatewy")):
         assert f"values.yaml:{line}: {key}: " in text
+
+
+def test_every_contradiction_is_told_at_once() -> None:
+    error = _refusal(
+        ONE + "gateway: {route: s}\n"
+        "routes:\n"
+        "  r: {targets: [{backend: b}], fallback: [c]}\n"
+        "  t: {targets: [{backend: d}]}\n"
+    )
+    lines = str(error).splitlines()
+    assert [line.partition(": no ")[0] for line in lines] == [
+        "values.yaml:4: routes.r.targets[0].backend",
+        "values.yaml:4: routes.r.fallback[0]",
+        "values.yaml:5: routes.t.targets[0].backend",
+        "values.yaml:2: gateway.route",
+    ]
+    assert (error.line, error.path) == (4, "routes.r.targets[0].backend")
 
 
 def test_aliases_that_multiply_are_read_in_no_time() -> None:
