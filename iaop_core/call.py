@@ -208,20 +208,16 @@ class Call:
                     async with aclosing(self._attempt(backend, route, params)) as chunks:
                         async for chunk in chunks:
                             yield chunk
+                    backend.has_answered()
                     return
                 except CapabilityNotSupportedError as error:
                     if not failures:
                         raise
-                    _log.warning("request %s: no failover to %s: %s", self._id, backend.name, error)
+                    self._tell(backend, f"is no failover for it: {error}")
                 except IaopError as error:
                     if self._delivered or not error.may_fail_over:
                         raise
-                    _log.warning(
-                        "request %s: backend %s could not take it: %s",
-                        self._id,
-                        backend.name,
-                        error.kind,
-                    )
+                    self._tell(backend, f"could not take it: {error.kind}")
                     failures.append(error)
                     if error.may_retry:
                         again.append(backend)
@@ -231,6 +227,11 @@ class Call:
                 raise failures[0]
             candidates = again
             await self._pause(pause_s)
+
+    def _tell(self, backend: SiteBackend, trouble: str) -> None:
+        """Log it, as a warning the first time: each call would repeat it until it is mended."""
+        level = logging.WARNING if backend.is_news(trouble) else logging.INFO
+        _log.log(level, "request %s: backend %s %s", self._id, backend.name, trouble)
 
     async def _attempt(
         self, backend: SiteBackend, route: RouteSettings, params: GenerationParams

@@ -51,15 +51,15 @@ class LLMGateway:
         with LLMGateway.from_values("values.yaml") as gateway:
             print(gateway.ask("What is a canary release?"))
 
-    As a context manager it loads the models and closes at the end. Every method that takes time has
-    an asynchronous twin, with an `a` before its name. One gateway may be used from many threads and
-    event loops at once.
+    As a context manager it loads the models and closes at the end. Every method that takes time has an asynchronous twin, with an `a` before
+    its name. One gateway may be used from many threads and event loops at once.
     """
 
     def __init__(self, values: Values, *, registry: PluginRegistry | None = None) -> None:
         """Check the backends of all routes, without importing an SDK or opening a connection.
 
-        Raises `ValuesError` and the errors of plugin selection.
+        Raises `ValuesError` for wrong settings and `PluginLoadError` for an add-on. A backend's
+        plugin that can't be used is an error when a route that names it is loaded or called.
         """
         registry = registry or PluginRegistry()
         registry.load_addons()
@@ -180,9 +180,10 @@ class LLMGateway:
     def load(self, *, route: str | None = None) -> None:
         """Load the models of all routes, or of one, at the same time.
 
-        A route that is left without any loaded backend raises the error of its first target; a
-        failure that leaves others is logged, and shown by `health`. Raises `AuditError` when the
-        audit database can't be opened, or the gateway is closed.
+        Raises the errors of plugin selection for any backend of these routes, before any model is
+        loaded. A route that is left without any loaded backend raises the error of its first
+        target; a failure that leaves others is logged, and shown by `health`. Raises `AuditError`
+        when the audit database can't be opened, or the gateway is closed.
         """
         bridge.drive(self._load(route, bridge.block))
 
@@ -199,6 +200,8 @@ class LLMGateway:
             )
         wanted = {name: _members(routes[name]) for name in routes if route in (None, name)}
         names = dict.fromkeys(name for members in wanted.values() for name in members)
+        for name in names:
+            self._site.backends[name].require_plugin()
         loads = {name: bridge.in_thread(self._site.backends[name].load) for name in names}
         failures: dict[str, IaopError] = {}
         for name, load in loads.items():

@@ -6,12 +6,20 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
 
 from iaop_core import bridge
 from iaop_core.backend import InferenceBackend
 from iaop_core.capabilities import BackendHealth
-from iaop_core.errors import IaopError, ModelLoadError, PluginLoadError
-from iaop_core.hookspecs import ModelRef
+from iaop_core.errors import (
+    DuplicateBackendError,
+    IaopError,
+    ModelLoadError,
+    PluginLoadError,
+    UnknownBackendError,
+)
+from iaop_core.hookspecs import BackendSpec, ModelRef
 from iaop_core.plugins import PluginRegistry
 from iaop_core.slots import Slots
 from iaop_core.values import Values
@@ -25,7 +33,8 @@ class SiteBackend:
     """A backend as the values name it.
 
     Making one imports the plugin's light module and checks its settings; the SDK is imported when
-    the instance is first needed. Raises `ValuesError` and what `PluginRegistry.get_spec` raises.
+    the instance is first needed. Raises `ValuesError` for wrong settings. A plugin that can't be
+    used is an error only when the backend is: see `require_plugin`.
     """
 
     def __init__(self, name: str, values: Values, registry: PluginRegistry) -> None:
@@ -33,18 +42,17 @@ class SiteBackend:
         self._settings = values.backends[name]
         self._values = values
         self._registry = registry
-        self._spec = registry.get_spec(
-            self._settings.plugin,
-            allow_offline=values.gateway.allow_offline,
-            wanted_by=f"backends.{name}.plugin",
-        )
-        self._plugin_settings = values.plugin_settings(name, self._spec.settings_class)
+        self._spec: BackendSpec | None = None
+        self._plugin_settings: Any = None
+        with suppress(UnknownBackendError, DuplicateBackendError, PluginLoadError):
+            self.require_plugin()
         self._instance: InferenceBackend | None = None
         self._lock = threading.Lock()
         self._probe_lock = threading.Lock()  # the other one is held while an SDK is imported
         self._probe: Future[BackendHealth] | None = None
         self._last_health: BackendHealth | None = None
         self._load_failure = ""
+        self._told: set[str] = set()
         self.slots = Slots(1)
 
     @property
@@ -55,12 +63,36 @@ class SiteBackend:
     def model(self) -> ModelRef:
         return ModelRef(backend=self.name, plugin=self.plugin, model_id=self._settings.model)
 
+    def require_plugin(self) -> BackendSpec:
+        """What the plugin offers. Raises `ValuesError` and as `PluginRegistry.get_spec`."""
+        if self._spec is None:
+            spec = self._registry.get_spec(
+                self.plugin,
+                allow_offline=self._values.gateway.allow_offline,
+                wanted_by=f"backends.{self.name}.plugin",
+            )
+            self._plugin_settings = self._values.plugin_settings(self.name, spec.settings_class)
+            self._spec = spec
+        return self._spec
+
+    def is_news(self, trouble: str) -> bool:
+        """Whether that trouble has not been told since the backend last answered a call."""
+        known = trouble in self._told
+        self._told.add(trouble)
+        return not known
+
+    def has_answered(self) -> None:
+        """Take note that the backend answers calls: a trouble after that is news again."""
+        if self._told:
+            self._told.clear()
+            _log.info("backend %s answers calls again", self.name)
+
     def find_instance(self) -> InferenceBackend | None:
         """The plugin's backend when it has been made."""
         return self._instance
 
     def instance(self) -> InferenceBackend:
-        """The plugin's backend, made on first use. Raises `PluginLoadError`, `ValuesError`."""
+        """The plugin's backend, made on first use. Raises as `require_plugin`."""
         if self._instance is None:
             with self._lock:
                 if self._instance is None:
@@ -69,7 +101,7 @@ class SiteBackend:
 
     def _make(self) -> InferenceBackend:
         try:
-            backend = self._spec.factory(self._plugin_settings)
+            backend = self.require_plugin().factory(self._plugin_settings)
             if not isinstance(backend, InferenceBackend):
                 raise TypeError(f"it made a {type(backend).__name__}, not an InferenceBackend")
             limit = backend.capabilities.max_concurrency
@@ -128,7 +160,7 @@ class SiteBackend:
         if self._load_failure:
             health = BackendHealth(healthy=False, detail=f"load_error: {self._load_failure}")
         elif backend is None:
-            health = BackendHealth(healthy=False, detail="loaded=False")
+            health = BackendHealth(healthy=False, detail=self._why_not_made())
         else:
             try:
                 health = backend.health_check()
@@ -145,6 +177,13 @@ class SiteBackend:
             self._last_health = health
             self._registry.notify("iaop_health_changed", backend=self.name, health=health)
         return health
+
+    def _why_not_made(self) -> str:
+        try:
+            self.require_plugin()
+        except IaopError as error:
+            return f"load_error: {error.kind}: {error}"
+        return "loaded=False"
 
     def close(self) -> None:
         """Release the instance; what goes wrong is logged, so that the others are closed too."""

@@ -31,6 +31,11 @@ def _values(plugin: str) -> dict[str, object]:
     return {"backends": {"b": {"plugin": plugin}}}
 
 
+def _select(plugin: str) -> None:
+    with LLMGateway.from_values(_values(plugin)):
+        pass
+
+
 # -- what is healthy ----------------------------------------------------------------------------
 
 
@@ -140,7 +145,7 @@ def test_broken_plugin_is_listed_with_its_reason_and_harms_no_other(
     with LLMGateway.from_values(_values("echo")) as gateway:
         assert str(gateway.ask("hi")) == "hi"
     with pytest.raises(PluginLoadError) as caught:
-        LLMGateway.from_values(_values("bad"))
+        _select("bad")
     assert reason in str(caught.value)
     assert "backends.b.plugin" in str(caught.value), "the setting that asks is named"
     assert caught.value.distribution == "iaop-bad 0.3"
@@ -229,7 +234,7 @@ def test_plugin_of_a_newer_api_with_new_hooks_is_told_to_upgrade_core(fake_site:
 def test_unknown_name_tells_the_nearest_and_all(fake_site: FakeSite) -> None:
     fake_site.install("iaop-fake", "raise SystemExit", name="gpu-triton")
     with pytest.raises(UnknownBackendError) as caught:
-        LLMGateway.from_values(_values("gpu-tritn"))
+        _select("gpu-tritn")
     assert "did you mean 'gpu-triton'?" in str(caught.value)
     assert {"echo", "gpu-triton"} <= set(caught.value.known)
     assert not fake_site.imported, "names are told without importing anything"
@@ -259,7 +264,7 @@ def test_name_that_two_distributions_offer_is_refused_whatever_the_order(
         for record in records
     )
     with pytest.raises(DuplicateBackendError) as caught:
-        LLMGateway.from_values(_values("onnx"))
+        _select("onnx")
     assert caught.value.distributions == ("iaop-one 1.1", "iaop-two 2.2")
     assert not sites[0].imported | sites[1].imported
 
@@ -344,7 +349,7 @@ def test_broken_metadata_is_named_when_the_wanted_name_is_nowhere(fake_site: Fak
     empty = fake_site.folder / "iaop_triton-0.9.dist-info"
     empty.mkdir()
     with pytest.raises(UnknownBackendError) as caught:
-        LLMGateway.from_values(_values("triton"))
+        _select("triton")
     for part in ("backends.b.plugin", "'triton'", "found: ", "echo", str(empty)):
         assert part in str(caught.value)
 

@@ -31,14 +31,18 @@ def health(values: Path | None, as_json: bool) -> None:
 
     logging.getLogger("iaop_core").addHandler(logging.NullHandler())  # health tells it all
     gateway = LLMGateway.from_values(values or DEFAULT_VALUES)
+    problems = []
     try:
-        try:
-            gateway.load()
-        except IaopError as error:
-            click.echo(f"Error: {error}", err=True)
+        for route in gateway.values.routes:  # each by itself: a broken one hides no other
+            try:
+                gateway.load(route=route)
+            except IaopError as error:
+                problems.append(str(error))
         answer = gateway.health()
     finally:
         gateway.close()
+    for problem in dict.fromkeys(problems):
+        click.echo(f"Error: {problem}", err=True)
     rows = [(name, state.healthy, state.detail) for name, state in answer.backends.items()]
     if as_json:
         keys = ("name", "healthy", "detail")
