@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
+import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
@@ -27,6 +29,7 @@ __all__ = [
     "Wait",
     "Work",
     "block",
+    "close_at_exit",
     "core_loop",
     "drive",
     "in_thread",
@@ -39,6 +42,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 # -- the loop ---------------------------------------------------------------------------------
@@ -78,13 +83,52 @@ def on_core_loop() -> bool:
 
 def _forget_loop() -> None:
     # Threads do not survive a fork: the child gets a loop of its own when it needs one.
-    global _loop, _loop_thread, _start_lock
+    global _loop, _loop_thread, _start_lock, _closer, _exiting, _to_close
     _start_lock = threading.Lock()
-    _loop = _loop_thread = None
+    _loop = _loop_thread = _closer = None
+    _exiting, _to_close = threading.Event(), weakref.WeakSet()  # the parent closes its own
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_EXIT_S = 5.0
+_to_close: weakref.WeakSet[_Closable] = weakref.WeakSet()
+_exiting = threading.Event()
+_closer: threading.Thread | None = None
+
+
+def close_at_exit(resource: _Closable) -> None:
+    """Close it when the process ends, before core's loop stops, unless it has gone by then.
+
+    The process waits for that 5 s at most: an engine that hangs must not keep it from ending.
+    """
+    global _closer
+    core_loop()  # closing may need it; when the process ends no thread can be started any more
+    with _start_lock:
+        _to_close.add(resource)
+        if _closer is None:
+            _closer = threading.Thread(
+                target=_close_rest, args=(_exiting,), name="iaop-closer", daemon=True
+            )
+            _closer.start()
+
+
+def _close_rest(exiting: threading.Event) -> None:
+    exiting.wait()
+    for resource in list(_to_close):
+        try:
+            resource.close()
+        except Exception as error:  # the others are closed all the same
+            _log.error("closing %r at the end failed: %s", resource, type(error).__name__)
 
 
 @atexit.register
 def _stop_loop() -> None:
+    if _closer is not None:
+        _exiting.set()
+        _closer.join(_EXIT_S)
     loop, thread = _loop, _loop_thread
     if loop is None or thread is None or not thread.is_alive():
         return

@@ -51,7 +51,8 @@ class LLMGateway:
         with LLMGateway.from_values("values.yaml") as gateway:
             print(gateway.ask("What is a canary release?"))
 
-    As a context manager it loads the models and closes at the end. Every method that takes time has an asynchronous twin, with an `a` before
+    As a context manager it loads the models and closes at the end; one that nobody closes is closed
+    when the process ends. Every method that takes time has an asynchronous twin, with an `a` before
     its name. One gateway may be used from many threads and event loops at once.
     """
 
@@ -73,6 +74,7 @@ class LLMGateway:
             quotas=QuotaLedger(values.tenants, audit),
             audit=audit,
         )
+        bridge.close_at_exit(self)
 
     @classmethod
     def from_values(
