@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError, nodes
@@ -54,6 +55,48 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the chat template is malformed: {error}") from error
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> ChatTemplate:
+        """From a Jinja file, or from a folder as tokenizers are published in.
+
+        In a folder it is `chat_template.jinja`, else the `chat_template` of
+        `tokenizer_config.json`, of several the one named `default`; the special tokens are those of
+        `tokenizer_config.json`. A file alone has none.
+
+        Raises:
+            ChatTemplateError: there is none, it can't be read, or it is no valid template.
+        """
+        path = Path(path).expanduser()
+        config: dict[str, Any] = {}
+        try:
+            is_folder = path.is_dir()
+            file, config_file = path / "chat_template.jinja", path / "tokenizer_config.json"
+            if is_folder and config_file.exists():
+                config = json.loads(config_file.read_text("utf-8"))
+            template = config.get("chat_template")
+            if not is_folder or file.exists():
+                template = (file if is_folder else path).read_text("utf-8")
+            elif isinstance(template, list):
+                template = {each["name"]: each["template"] for each in template}.get("default")
+            tokens = {
+                name: value.get("content") if isinstance(value, dict) else value
+                for name, value in config.items()
+                if name.endswith("_token")
+            }
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ChatTemplateError(
+                f"no chat template can be read from {path}: {reason}"
+            ) from error
+        if not isinstance(template, str):
+            raise ChatTemplateError(f"the folder {path} has no chat template")
+        return cls(template, {n: text for n, text in tokens.items() if isinstance(text, str)})
+
+    @property
+    def bos_token(self) -> str:
+        """The text that begins each input of the model, as far as it is known; else empty."""
+        return self._special_tokens.get("bos_token", "")
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Writes the prompt: the messages, and the opening of the assistant's answer.

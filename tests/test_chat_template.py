@@ -70,6 +70,36 @@ def test_template_names_why_it_refuses() -> None:
         template.render(CHAT)
 
 
+CONFIG = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "in config"}
+
+
+def test_template_comes_from_a_file_or_from_a_tokenizers_folder(tmp_path: Path) -> None:
+    config, own = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
+    config.write_text(json.dumps(CONFIG))
+    assert ChatTemplate.from_path(tmp_path).render(CHAT) == "in config"
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "named"}]
+    config.write_text(json.dumps({**CONFIG, "chat_template": named}))
+    assert ChatTemplate.from_path(tmp_path).render(CHAT) == "named"
+    own.write_text("{{ bos_token }}own{{ eos_token }}")
+    assert ChatTemplate.from_path(str(tmp_path)).render(CHAT) == "<s>own</s>"
+    assert ChatTemplate.from_path(tmp_path).bos_token == "<s>"
+    assert ChatTemplate.from_path(own).render(CHAT) == "own"
+    assert ChatTemplate.from_path(own).bos_token == ""
+
+
+def test_template_that_cannot_be_read_is_an_error_with_its_place(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.jinja"):
+        with pytest.raises(ChatTemplateError, match=str(path)):
+            ChatTemplate.from_path(path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ChatTemplateError, match="can be read"):
+        ChatTemplate.from_path(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ChatTemplateError, match="malformed"):
+        ChatTemplate.from_path(tmp_path)
+
+
 def test_malformed_template_is_an_error_when_made() -> None:
     with pytest.raises(ChatTemplateError, match="malformed"):
         ChatTemplate("{% for %}", {})
