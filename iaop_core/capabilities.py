@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from attrs import field, frozen, validators
 
@@ -48,6 +49,9 @@ class BackendHealth:
     healthy: bool
     detail: str = ""
     """Facts such as `"server_live=True, model_ready=True, loaded=True"`, or `"probe_error: …"`."""
+    facts: Mapping[str, Any] = field(factory=dict, eq=False, repr=False)
+    """What a program may want to know besides, in JSON's types: times, counts, the engine's own
+    statistics. They change from one check to the next, and do not make two answers unequal."""
 
     def __bool__(self) -> bool:
         return self.healthy

@@ -43,15 +43,17 @@ def health(values: Path | None, as_json: bool) -> None:
         gateway.close()
     for problem in dict.fromkeys(problems):
         click.echo(f"Error: {problem}", err=True)
-    rows = [(name, state.healthy, state.detail) for name, state in answer.backends.items()]
+    states = answer.backends.items()
     if as_json:
-        keys = ("name", "healthy", "detail")
-        backends = [dict(zip(keys, row, strict=True)) for row in rows]
+        backends = [
+            {"name": name, "healthy": s.healthy, "detail": s.detail, "facts": dict(s.facts)}
+            for name, s in states
+        ]
         echo_json({"healthy": answer.healthy, "backends": backends})
     else:
         echo_table(
             ["BACKEND", "HEALTH", "DETAIL"],
-            [(name, "healthy" if healthy else "UNHEALTHY", text) for name, healthy, text in rows],
+            [(name, "healthy" if s.healthy else "UNHEALTHY", s.detail) for name, s in states],
         )
     if not answer.healthy:
         raise SystemExit(1)
