@@ -23,7 +23,9 @@ _NEVER_CONNECTED = re.compile(r"failed to connect|name resolution|DNS resolution
 _UNKNOWN_MODEL = re.compile(
     r"unknown model|has no available versions|is not ready|failed to poll", re.IGNORECASE
 )
+_RESTRICTED = re.compile(r"is restricted, expecting header", re.IGNORECASE)
 _LOADING_NOT_ALLOWED = re.compile(r"explicit model load / unload is not allowed", re.IGNORECASE)
+_TOO_LARGE = re.compile(r"larger than max", re.IGNORECASE)
 _QUEUE_FULL = re.compile(r"exceeds maximum queue size|max queue size", re.IGNORECASE)
 _BAD_TENSORS = re.compile(
     r"unexpected inference input|expected number of inputs|"
@@ -40,6 +42,23 @@ _TOO_LONG = re.compile(
 
 class LoadingNotAllowedError(ModelLoadError):
     """The server's control mode refuses the repository API's load and unload."""
+
+
+class ModelGoneError(BackendUnavailableError):
+    """The server has not, or no longer, the model ready that was loaded."""
+
+
+class ModelChangedError(BackendProtocolError):
+    """The model's tensors are not those that it had when it was loaded."""
+
+
+class UnreachableError(BackendUnavailableError):
+    """No connection to the server came about."""
+
+
+# To callers these are no kinds of their own.
+ModelGoneError.kind = UnreachableError.kind = BackendUnavailableError.kind
+ModelChangedError.kind = BackendProtocolError.kind
 
 
 def quoted(message: str | None, prompt: str = "") -> str:
@@ -64,13 +83,11 @@ def inference_error(message: str, *, server: str, model: str, prompt: str) -> Ia
         )
     said = f"the Triton server at {server} says: {quoted(message, prompt)}"
     if _UNKNOWN_MODEL.search(message):
-        return BackendUnavailableError(
-            f"model {model!r} is not ready (any more); {said}", backend=NAME
-        )
+        return ModelGoneError(f"model {model!r} is not ready (any more); {said}", backend=NAME)
     if _QUEUE_FULL.search(message):
         return RateLimitedError(f"the queue of model {model!r} is full; {said}", backend=NAME)
     if _BAD_TENSORS.search(message):
-        return BackendProtocolError(
+        return ModelChangedError(
             f"the tensors of model {model!r} are not those that it had when it was loaded; "
             f"call load_model() again; {said}",
             backend=NAME,
@@ -96,9 +113,9 @@ def load_error(message: str, *, server: str, model: str) -> IaopError:
     return ModelLoadError(f"model {model!r} can't be loaded; {said}", backend=NAME, model=model)
 
 
-def unreachable(server: str, reason: str | None) -> BackendUnavailableError:
+def unreachable(server: str, reason: str | None) -> UnreachableError:
     """No connection came about, so that nothing was begun."""
-    return BackendUnavailableError(
+    return UnreachableError(
         f"the Triton server at {server} can't be reached: {quoted(reason)}; check server_url, and "
         "that the server runs",
         backend=NAME,
@@ -136,6 +153,15 @@ def timed_out(server: str, timeout_s: float, what: str) -> BackendTimeoutError:
     )
 
 
+def unexpected(error: Exception) -> BackendProtocolError:
+    """What no client library should raise; without its words, which might quote the answer."""
+    return BackendProtocolError(
+        f"reading the Triton server's answer failed with {type(error).__name__}; the plugin "
+        "iaop-gpu-triton is at fault, tell its provider",
+        backend=NAME,
+    )
+
+
 def credentials_refused(server: str, message: str | None) -> CredentialsRefusedError:
     return CredentialsRefusedError(
         f"the Triton server at {server}, or a proxy before it, refuses this client: "
@@ -144,10 +170,30 @@ def credentials_refused(server: str, message: str | None) -> CredentialsRefusedE
     )
 
 
+def request_too_large(size: int, limit: int) -> InvalidRequestError:
+    """Refused before it is sent."""
+    return InvalidRequestError(
+        f"the request is {size} bytes long and max_message_bytes is {limit}; shorten the prompt, "
+        "or raise that setting, and the limits of the server and of proxies before it",
+        backend=NAME,
+        param="prompt",
+    )
+
+
+def response_too_large(limit: int) -> BackendProtocolError:
+    return BackendProtocolError(
+        f"a response is longer than max_message_bytes, {limit}; ask for fewer tokens, or raise "
+        "that setting",
+        backend=NAME,
+    )
+
+
 def status_error(
     status: str, message: str | None, *, server: str, timeout_s: float | None, answering: bool
 ) -> IaopError:
     """The error for a gRPC status by its name, such as `UNAVAILABLE`."""
+    if _RESTRICTED.search(message or ""):
+        return credentials_refused(server, message)
     if status == "UNAVAILABLE" and _NEVER_CONNECTED.search(message or ""):
         return unreachable(server, message)
     if status in ("UNAVAILABLE", "CANCELLED", "ABORTED", "INTERNAL", "UNKNOWN", "DATA_LOSS"):
@@ -157,12 +203,12 @@ def status_error(
     if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return credentials_refused(server, message)
     if status == "RESOURCE_EXHAUSTED":
-        if "larger than max" in (message or ""):
-            return InvalidRequestError(
-                f"a message is too large for the Triton server at {server} or a proxy before it: "
-                f"{quoted(message)}",
+        if _TOO_LARGE.search(message or ""):
+            kind = BackendProtocolError if "eceived" in (message or "") else InvalidRequestError
+            return kind(
+                f"a message is too large for the Triton server at {server}, a proxy before it, or "
+                f"max_message_bytes: {quoted(message)}",
                 backend=NAME,
-                param="prompt",
             )
         return RateLimitedError(
             f"the Triton server at {server} asks for fewer calls: {quoted(message)}", backend=NAME

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 from typing import cast, get_args
 
 from iaop_core import InferResult
-from iaop_core.errors import BackendProtocolError, StreamInterruptedError
+from iaop_core.errors import StreamInterruptedError
 from iaop_core.messages import FinishReason, estimate_tokens
+from iaop_gpu_triton.answer_text import AnswerText
 from iaop_gpu_triton.contract import Piece
 from iaop_gpu_triton.settings import NAME
 
+_FINISH_REASONS = frozenset(get_args(FinishReason))
+
 
 class Answer:
-    """One answer under way; the clock starts with it."""
+    """One answer under way.
 
-    def __init__(self, *, model: str, prompt: str, max_tokens: int, needs_reason: bool) -> None:
-        self._started = time.perf_counter()
+    `started` is the time of `time.perf_counter()` at which the call began. `max_tokens` is None
+    where the model could not be told a limit.
+    """
+
+    def __init__(
+        self,
+        text: AnswerText,
+        *,
+        model: str,
+        prompt: str,
+        max_tokens: int | None,
+        needs_reason: bool,
+        started: float,
+    ) -> None:
+        self._text = text
+        self._started = started
         self._model = model
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._needs_reason = needs_reason
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._texts: list[str] = []
+        self._deltas: list[str] = []
         self._prompt_tokens: int | None = None
         self._completion_tokens: int | None = None
         self._responses_with_text = 0
@@ -31,33 +46,37 @@ class Answer:
         self._first_token_ms: float | None = None
 
     def add(self, piece: Piece) -> str:
-        """Take a piece; returns the whole characters that it completes."""
-        try:
-            delta = self._decoder.decode(piece.text)
-        except UnicodeDecodeError as error:
-            raise BackendProtocolError(
-                f"the answer of model {self._model!r} is not UTF-8", backend=NAME
-            ) from error
+        """Take a piece; returns the text that it completes."""
+        delta = ""
         if piece.text:
             self._responses_with_text += 1
+            delta = self._text.add(piece.text)
+            if delta:
+                self._deltas.append(delta)
             if self._first_token_ms is None:
                 self._first_token_ms = self._elapsed_ms()
-        if delta:
-            self._texts.append(delta)
         if piece.prompt_tokens is not None:
             self._prompt_tokens = piece.prompt_tokens  # repeated in every response
         if piece.new_tokens is not None:
             self._completion_tokens = (self._completion_tokens or 0) + piece.new_tokens
-        self._finish_reason = piece.finish_reason or self._finish_reason
+        if piece.finish_reason is not None:
+            self._finish_reason = piece.finish_reason
+        return delta
+
+    def end(self) -> str:
+        """The rest of the text, after the last piece."""
+        delta = self._text.end()
+        if delta:
+            self._deltas.append(delta)
         return delta
 
     def result(self, *, streamed: bool) -> InferResult:
-        """The whole answer, after its end. Half a character that a limit cut off is left out.
+        """The whole answer, after its end.
 
         Raises `StreamInterruptedError` when the model owes a finish reason and gave none, or one
         that is no regular end.
         """
-        text = "".join(self._texts)
+        text = "".join(self._deltas)
         completion_tokens, prompt_tokens = self._completion_tokens, self._prompt_tokens
         estimated = completion_tokens is None or prompt_tokens is None
         return InferResult(
@@ -73,7 +92,7 @@ class Answer:
         )
 
     def _stated_reason(self) -> FinishReason | None:
-        if self._finish_reason in get_args(FinishReason):
+        if self._finish_reason in _FINISH_REASONS:
             return cast(FinishReason, self._finish_reason)
         if self._finish_reason is not None or self._needs_reason:
             raise StreamInterruptedError(
@@ -88,6 +107,8 @@ class Answer:
 
         Where the server doesn't count either, each response with text has at least one token.
         """
+        if self._max_tokens is None or self._text.stopped:
+            return "stop"
         counted = self._completion_tokens
         tokens = self._responses_with_text if counted is None else counted
         return "length" if tokens >= self._max_tokens else "stop"

@@ -1,18 +1,25 @@
-"""Which tensors a language model takes and gives: told from its metadata, never from its name."""
+"""What the kinds of language model have in common: texts go in, texts come out."""
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from attrs import frozen
 
 from iaop_core import GenerationParams
-from iaop_core.errors import BackendProtocolError, ModelLoadError
+from iaop_core.errors import BackendProtocolError, InvalidRequestError, ModelLoadError
 from iaop_gpu_triton.settings import NAME
-from iaop_gpu_triton.tensors import ModelMetadata, Response, Tensor, TensorSpec, Value
+from iaop_gpu_triton.tensors import (
+    INTEGER_RANGES,
+    ModelMetadata,
+    Response,
+    Tensor,
+    TensorSpec,
+    Value,
+)
 
-_NOT_ENDED = "None"
+_NOT_ENDED = "None"  # the finish reason of a response that is not the last
 
 
 @frozen
@@ -27,105 +34,65 @@ class Piece:
     """None too while the answer goes on."""
 
 
-class VllmContract:
-    """The tensors of Triton's vLLM backend.
+class TensorContract(ABC):
+    """Which tensors carry a prompt, the parameters and an answer."""
 
-    `text_input`, `stream` and `sampling_parameters` (a JSON text) go in, with
-    `exclude_input_in_output` and the `return_…` wishes where the model lists them; `text_output`,
-    and what was wished for, comes out. Spec: github.com/triton-inference-server/vllm_backend.
-    """
+    params: frozenset[str]
+    """The generation parameters that the model takes."""
+    repeats_prompt = False
+    """The model may begin its answer with the prompt, and can't be told not to."""
+    keeps_stop = False
+    """A stop text that the engine has found may stand at the end of the answer."""
 
-    _WISHES = ("return_num_input_tokens", "return_num_output_tokens", "return_finish_reason")
+    wishes = ("return_num_input_tokens", "return_num_output_tokens", "return_finish_reason")
 
-    def __init__(self, metadata: ModelMetadata) -> None:
+    def __init__(self, metadata: ModelMetadata, *, prompt: str, answer: str) -> None:
         self._model = metadata.name
         self._inputs = metadata.inputs
-        for spec, datatype in (
-            (metadata.inputs.get("text_input"), "BYTES"),
-            (metadata.inputs.get("sampling_parameters"), "BYTES"),
-            (metadata.outputs.get("text_output"), "BYTES"),
+        self._answer = answer
+        for kind, specs, name in (
+            ("input", metadata.inputs, prompt),
+            ("output", metadata.outputs, answer),
         ):
-            if spec is None or spec.datatype != datatype:
-                raise _refused(metadata, "the vLLM contract needs text_input and text_output texts")
-        self.tells_finish_reason = {"return_finish_reason"} <= metadata.inputs.keys() and {
-            "finish_reason"
-        } <= metadata.outputs.keys()
+            spec = specs.get(name)
+            if spec is None or spec.datatype != "BYTES":
+                raise refused(metadata, f"its {kind} {name} should be a text")
+        self.tells_finish_reason = (
+            "return_finish_reason" in metadata.inputs and "finish_reason" in metadata.outputs
+        )
+        self.streams = metadata.decoupled is not False
+        """The model may answer in several responses."""
 
+    @abstractmethod
     def request(
         self, prompt: str, params: GenerationParams, *, max_tokens: int, streamed: bool
     ) -> tuple[Tensor, ...]:
-        """The inputs for one answer, only those that the model lists."""
-        excludes_input = "exclude_input_in_output" in self._inputs
-        sampling = {**params.given, "max_tokens": max_tokens}
-        values: dict[str, Value] = {
-            "text_input": prompt.encode(),
-            # A plain answer of a model that can't leave out its input would begin with the prompt,
-            # a streamed one does not: its parts are asked for and joined.
-            "stream": streamed or not excludes_input,
-            "sampling_parameters": json.dumps(sampling, ensure_ascii=False).encode(),
-            "exclude_input_in_output": True,
-            **dict.fromkeys(self._WISHES, True),
-        }
-        return tuple(
-            Tensor(self._inputs[name], value)
-            for name, value in values.items()
-            if name in self._inputs
-        )
+        """The inputs for one answer, only those that the model lists.
+
+        Raises `InvalidRequestError` for a value that a tensor can't hold.
+        """
 
     def read(self, response: Response) -> Piece:
         """What a response says. Raises `BackendProtocolError` when its text is missing."""
-        texts = response.outputs.get("text_output")
+        outputs = response.outputs
+        texts = outputs.get(self._answer)
         if texts is None:
             raise BackendProtocolError(
-                f"a response of model {self._model!r} lacks the tensor text_output that its "
+                f"a response of model {self._model!r} lacks the tensor {self._answer} that its "
                 "metadata promises; the model on the Triton server is at fault",
                 backend=NAME,
             )
-        reasons = response.outputs.get("finish_reason", ())
-        reason = b"".join(_texts(reasons)).decode("utf-8", "replace")
+        reason = _text(outputs.get("finish_reason", ())).decode("utf-8", "replace")
         return Piece(
-            text=b"".join(_texts(texts)),
-            prompt_tokens=_total(response.outputs.get("num_input_tokens")),
-            new_tokens=_total(response.outputs.get("num_output_tokens")),
-            finish_reason=None if reason in ("", _NOT_ENDED) else reason,
+            _text(texts),
+            _total(outputs.get("num_input_tokens")),
+            _total(outputs.get("num_output_tokens")),
+            None if reason in ("", _NOT_ENDED) else reason,
         )
 
 
-def contract_of(metadata: ModelMetadata) -> VllmContract:
-    """The contract that the model's tensors show.
-
-    Raises `ModelLoadError`, naming the tensors, for a contract that this backend does not speak.
-    """
-    inputs = metadata.inputs.keys()
-    if "sampling_parameters" in inputs:
-        return VllmContract(metadata)
-    if "sampling_param_max_tokens" in inputs:
-        raise _refused(
-            metadata,
-            "these are the tensors of TensorRT-LLM's LLM API, which this "
-            "version does not speak; serve the model by Triton's vLLM backend",
-        )
-    if {"text_input", "max_tokens"} <= inputs:
-        raise _refused(
-            metadata,
-            "these are the tensors of a TensorRT-LLM ensemble or BLS model, "
-            "which this version does not speak; serve the model by Triton's "
-            "vLLM backend",
-        )
-    if "input_ids" in inputs and "text_input" not in inputs:
-        raise _refused(
-            metadata,
-            "it takes token ids: a raw engine, no text model; name the "
-            "ensemble or BLS model in front of it",
-        )
-    raise _refused(
-        metadata,
-        "these are the tensors of no known kind of language model; the "
-        "vLLM contract has the input sampling_parameters",
-    )
-
-
-def _refused(metadata: ModelMetadata, reason: str) -> ModelLoadError:
+def refused(metadata: ModelMetadata, reason: str) -> ModelLoadError:
+    """The error for a model whose tensors can't be used, telling them all."""
     return ModelLoadError(
         f"model {metadata.name!r} can't be used: {reason}. Its inputs are "
         f"{_listed(metadata.inputs.values())}; its outputs {_listed(metadata.outputs.values())}",
@@ -134,17 +101,52 @@ def _refused(metadata: ModelMetadata, reason: str) -> ModelLoadError:
     )
 
 
+def tensor(spec: TensorSpec, value: object, param: str = "") -> Tensor:
+    """The value, or the texts of a sequence, as the tensor that the model declares.
+
+    Raises `InvalidRequestError` with `param` for what it can't hold.
+    """
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if len(values) > 1 and spec.shape[-1] not in (-1, len(values)):
+        raise InvalidRequestError(
+            f"{param or spec.name} has {len(values)} values, and the model's tensor {spec.name} "
+            f"takes {spec.shape[-1]}",
+            backend=NAME,
+            param=param,
+        )
+    return Tensor(spec, tuple(_converted(spec, each, param) for each in values))
+
+
+def _converted(spec: TensorSpec, value: object, param: str) -> Value:
+    if spec.datatype == "BYTES" and isinstance(value, str):
+        return value.encode()
+    if spec.datatype == "BOOL" and isinstance(value, bool):
+        return value
+    if spec.datatype.startswith("FP") and isinstance(value, int | float):
+        return float(value)
+    if spec.datatype in INTEGER_RANGES and isinstance(value, int):
+        low, high = INTEGER_RANGES[spec.datatype]
+        if low <= value <= high:
+            return int(value)
+        if param == "max_tokens":
+            return high  # as good as no limit
+    raise InvalidRequestError(
+        f"{param or spec.name} does not fit into the model's tensor {spec.name} ({spec.datatype})",
+        backend=NAME,
+        param=param,
+    )
+
+
 def _listed(specs: Iterable[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} ({spec.datatype})" for spec in specs) or "none"
 
 
-def _texts(values: tuple[Value, ...]) -> list[bytes]:
-    if not all(isinstance(value, bytes) for value in values):
-        raise BackendProtocolError("an output that should be text is none", backend=NAME)
-    return [value for value in values if isinstance(value, bytes)]
+def _text(values: tuple[Value, ...]) -> bytes:
+    try:
+        return b"".join(values)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise BackendProtocolError("an output that should be text is none", backend=NAME) from error
 
 
 def _total(values: tuple[Value, ...] | None) -> int | None:
-    if not values:
-        return None
-    return sum(int(value) for value in values)
+    return sum(map(int, values)) if values else None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import struct
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import json_format  # type: ignore[import-untyped]
 from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2,
     service_pb2_grpc,
@@ -21,7 +22,10 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
 
 from iaop_core.errors import BackendProtocolError, IaopError
 from iaop_gpu_triton import _errors
-from iaop_gpu_triton.settings import NAME
+from iaop_gpu_triton.address import ServerAddress
+from iaop_gpu_triton.credentials import Credentials
+from iaop_gpu_triton.response_stream import ResponseStream
+from iaop_gpu_triton.settings import NAME, GpuTritonSettings
 from iaop_gpu_triton.tensors import (
     ModelMetadata,
     ModelState,
@@ -32,50 +36,78 @@ from iaop_gpu_triton.tensors import (
 )
 
 _FINAL = "triton_final_response"
-_CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # Triton's default tolerates a ping each five minutes. The time-out is what counts: with
-    # keepalive on it is also TCP_USER_TIMEOUT, so that sent data which nobody acknowledges ends
-    # the connection.
-    ("grpc.keepalive_time_ms", 300_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # Otherwise a new channel to the same server takes over the connection of the old one.
-    ("grpc.use_local_subchannel_pool", 1),
-)
+_KEEPALIVE_TIMEOUT_MS = 10_000
 _CLOSE_GRACE_S = 3600.0  # for calls under way on a channel that was replaced
-# How long a call that its reader has left may still end by itself. Many releases of Triton crash,
+# How long a call that its caller has left may still end by itself. Many releases of Triton crash,
 # or never answer again, when a request is cancelled in the moment in which it ends: an answer that
 # is whole, or nearly so, is let end instead.
 _LEAVE_AFTER_S = 0.1
-_FORMATS = {
-    "BOOL": "?",
-    "INT8": "b",
-    "UINT8": "B",
-    "INT16": "h",
-    "UINT16": "H",
-    "INT32": "i",
-    "UINT32": "I",
-    "INT64": "q",
-    "UINT64": "Q",
-    "FP32": "f",
-    "FP64": "d",
+_COMPRESSION = {
+    "none": grpc.Compression.NoCompression,
+    "gzip": grpc.Compression.Gzip,
+    "deflate": grpc.Compression.Deflate,
 }
+_STRUCTS = {
+    datatype: struct.Struct(f"<{letter}")
+    for datatype, letter in {
+        "BOOL": "?",
+        "INT8": "b",
+        "UINT8": "B",
+        "INT16": "h",
+        "UINT16": "H",
+        "INT32": "i",
+        "UINT32": "I",
+        "INT64": "q",
+        "UINT64": "Q",
+        "FP16": "e",
+        "FP32": "f",
+        "FP64": "d",
+    }.items()
+}
+_LENGTH = _STRUCTS["UINT32"]
 
 
 class GrpcTransport:
-    """A `Transport` over gRPC; `address` is `host:port`."""
+    """A `Transport` over gRPC."""
 
     cancels_at_once = True
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: ServerAddress, settings: GpuTritonSettings, credentials: Credentials
+    ) -> None:
         self._address = address
+        self._shown = address.host_port
+        self._settings = settings
+        self._credentials = credentials
+        self._connect_timeout_s = settings.connect_timeout_ms / 1000
         self._readers: set[asyncio.Task[None]] = set()
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._closed = False
         self._open()
 
     def _open(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
+        settings = self._settings
+        options = (
+            ("grpc.max_send_message_length", settings.max_message_bytes),
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            # The time-out is also TCP_USER_TIMEOUT, so that sent data which nobody acknowledges
+            # ends the connection, long before the next ping.
+            ("grpc.keepalive_time_ms", settings.keepalive_ms),
+            ("grpc.keepalive_timeout_ms", min(settings.keepalive_ms, _KEEPALIVE_TIMEOUT_MS)),
+            ("grpc.http2.max_pings_without_data", 0),
+            # Otherwise a new channel to the same server takes over the connection of the old one.
+            ("grpc.use_local_subchannel_pool", 1),
+        )
+        compression = _COMPRESSION[settings.compression]
+        target = self._address.host_port
+        if self._address.tls:
+            pem = self._credentials.pem
+            secrets = grpc.ssl_channel_credentials(
+                pem("ca_file"), pem("client_key_file"), pem("client_cert_file")
+            )
+            self._channel = grpc.aio.secure_channel(target, secrets, options, compression)
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options, compression)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def server_live(self, *, timeout_s: float) -> bool:
@@ -89,15 +121,45 @@ class GrpcTransport:
     async def model_metadata(self, model: str, version: str, *, timeout_s: float) -> ModelMetadata:
         request = service_pb2.ModelMetadataRequest(name=model, version=version)
         answer = await self._call("ModelMetadata", request, timeout_s, model=model)
-        return ModelMetadata(model, _specs(answer.inputs), _specs(answer.outputs))
+        decoupled, required = await self._configuration(model, version, timeout_s)
+        return ModelMetadata(
+            model, _specs(answer.inputs), _specs(answer.outputs), decoupled, required
+        )
+
+    async def _configuration(
+        self, model: str, version: str, timeout_s: float
+    ) -> tuple[bool | None, frozenset[str]]:
+        request = service_pb2.ModelConfigRequest(name=model, version=version)
+        try:
+            config = (await self._call("ModelConfig", request, timeout_s)).config
+        except BackendProtocolError:  # a server of the protocol that is no Triton
+            return None, frozenset()
+        required = frozenset(tensor.name for tensor in config.input if not tensor.optional)
+        return config.model_transaction_policy.decoupled, required
+
+    async def model_statistics(
+        self, model: str, version: str, *, timeout_s: float
+    ) -> list[Mapping[str, Any]]:
+        request = service_pb2.ModelStatisticsRequest(name=model, version=version)
+        answer = await self._call("ModelStatistics", request, timeout_s, model=model)
+        told: dict[str, Any] = json_format.MessageToDict(
+            answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return list(told["model_stats"])
 
     async def repository_index(self, *, timeout_s: float) -> list[ModelState]:
         request = service_pb2.RepositoryIndexRequest()
         answer = await self._call("RepositoryIndex", request, timeout_s)
         return [ModelState(m.name, m.version, m.state, m.reason) for m in answer.models]
 
-    async def load(self, model: str, *, timeout_s: float) -> None:
+    async def load(
+        self, model: str, *, config: str, files: Mapping[str, bytes], timeout_s: float
+    ) -> None:
         request = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        if config:
+            request.parameters["config"].string_param = config
+        for path, content in files.items():
+            request.parameters[f"file:{path}"].bytes_param = content
         await self._call("RepositoryModelLoad", request, timeout_s, model=model)
 
     async def unload(self, model: str, *, timeout_s: float) -> None:
@@ -105,61 +167,84 @@ class GrpcTransport:
         await self._call("RepositoryModelUnload", request, timeout_s, model=model)
 
     async def _call(self, method: str, request: Any, timeout_s: float, *, model: str = "") -> Any:
+        await self._connect(min(timeout_s, self._connect_timeout_s))
         channel = self._channel
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s)
+            return await getattr(self._stub, method)(
+                request, timeout=timeout_s, metadata=self._metadata()
+            )
         except grpc.aio.AioRpcError as error:
             # Triton answers questions about a model with statuses that also have other meanings.
             refused = model and not _is_transport_failure(error)
             if refused and error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise _errors.load_error(
-                    error.details() or "", server=self._address, model=model
+                    error.details() or "", server=self._shown, model=model
                 ) from error
-            raise self._failed(error, channel, timeout_s) from error
+            raise self._failed(error, channel, timeout_s=timeout_s) from error
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._credentials.headers().items())
+
+    async def _connect(self, timeout_s: float) -> None:
+        """Wait for the connection; one that is refused is left to the call, which tells more."""
+        channel = self._channel
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.READY:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+                    await channel.wait_for_state_change(state)
+                    state = channel.get_state(try_to_connect=True)
+        except TimeoutError as error:
+            if channel is self._channel:
+                self.reconnect()
+            reason = f"no connection within {timeout_s * 1000:.0f} ms"
+            raise _errors.unreachable(self._shown, reason) from error
+        except grpc.aio.UsageError as error:
+            raise _errors.unreachable(self._shown, "the backend was unloaded") from error
 
     async def generate(
-        self, model: str, version: str, tensors: Sequence[Tensor]
-    ) -> AsyncGenerator[Response, None]:
-        channel = self._channel
-        call = self._stub.ModelStreamInfer(_only(_request(model, version, tensors)))
-        messages: asyncio.Queue[Any] = asyncio.Queue()
-        reader = asyncio.ensure_future(_read(call, messages))
+        self,
+        model: str,
+        version: str,
+        tensors: Sequence[Tensor],
+        *,
+        prompt: str,
+        single: bool,
+    ) -> ResponseStream:
+        request = _request(model, version, tensors)
+        if (size := request.ByteSize()) > self._settings.max_message_bytes:
+            raise _errors.request_too_large(size, self._settings.max_message_bytes)
+        await self._connect(self._connect_timeout_s)
+        if self._closed:
+            raise _errors.unreachable(self._shown, "the backend was unloaded")
+        stream = ResponseStream()
+        reading = _Reading(self, stream, model, prompt)
+        if single:
+            call = self._stub.ModelInfer(request, metadata=self._metadata())
+            reader = asyncio.ensure_future(reading.read_single(call))
+        else:
+            request.parameters["triton_enable_empty_final_response"].bool_param = True
+            call = self._stub.ModelStreamInfer(_only(request), metadata=self._metadata())
+            reader = asyncio.ensure_future(reading.read(call))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
-        answering = knows_final = is_final = False
-        try:
-            while (message := await messages.get()) is not None:
-                if isinstance(message, grpc.aio.AioRpcError):
-                    raise self._failed(message, channel, None, answering=answering) from message
-                if message.error_message:
-                    raise _errors.inference_error(
-                        message.error_message,
-                        server=self._address,
-                        model=model,
-                        prompt=_prompt_of(tensors),
-                    )
-                response = message.infer_response
-                if _FINAL in response.parameters:
-                    knows_final = True
-                    is_final = response.parameters[_FINAL].bool_param
-                if not (is_final and not response.outputs):  # a bare end
-                    answering = True
-                    yield Response(_outputs(response))
-                if is_final:
-                    return
-        finally:
-            leave = asyncio.get_running_loop().call_later(_LEAVE_AFTER_S, call.cancel)
-            reader.add_done_callback(lambda _: leave.cancel())
-        # A server that never tells whether a response is the last one ends by closing the stream.
-        if knows_final or not answering:
-            raise _errors.ended_early(self._address, model)
+
+        def leave() -> None:
+            if not reader.done():
+                later = asyncio.get_running_loop().call_later(_LEAVE_AFTER_S, call.cancel)
+                reader.add_done_callback(lambda _: later.cancel())
+
+        stream.on_leave = leave
+        return stream
 
     def _failed(
         self,
         error: grpc.aio.AioRpcError,
         channel: grpc.aio.Channel,
-        timeout_s: float | None,
         *,
+        timeout_s: float | None = None,
         answering: bool = False,
     ) -> IaopError:
         # A new channel tries at once; the old one would refuse calls until its back-off is over.
@@ -168,15 +253,14 @@ class GrpcTransport:
         return _errors.status_error(
             error.code().name,
             error.details(),
-            server=self._address,
+            server=self._shown,
             timeout_s=timeout_s,
             answering=answering,
         )
 
-    def is_connected(self) -> bool:
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
-
     def reconnect(self) -> None:
+        if self._closed:
+            return
         old = self._channel
         self._open()
         closing = asyncio.ensure_future(old.close(_CLOSE_GRACE_S))
@@ -184,17 +268,97 @@ class GrpcTransport:
         closing.add_done_callback(lambda _: self._replaced.pop(old, None))
 
     async def close(self) -> None:
+        self._closed = True
         if self._readers:
-            await asyncio.wait(self._readers, timeout=_LEAVE_AFTER_S)
+            await asyncio.wait(self._readers, timeout=2 * _LEAVE_AFTER_S)
         await asyncio.gather(*(c.close(None) for c in (self._channel, *self._replaced)))
+
+
+class _Reading:
+    """Takes the responses of one call from gRPC and puts them into its stream.
+
+    A task of its own, because gRPC cancels a call in whose reading a task is cancelled.
+    """
+
+    def __init__(
+        self, transport: GrpcTransport, stream: ResponseStream, model: str, prompt: str
+    ) -> None:
+        self._transport = transport
+        self._channel = transport._channel
+        self._stream = stream
+        self._model = model
+        self._prompt = prompt
+
+    async def read(self, call: Any) -> None:
+        stream = self._stream
+        knows_final = False
+        try:
+            async for message in call:
+                # After an error the rest is read all the same, and nobody wants it: the caller
+                # leaves, and cancels the call when it does not end by itself.
+                if message.error_message:
+                    stream.fail(self._model_error(message.error_message))
+                    continue
+                response = message.infer_response
+                parameters = response.parameters
+                is_final = False
+                if _FINAL in parameters:
+                    knows_final = True
+                    is_final = parameters[_FINAL].bool_param
+                if response.outputs or not is_final:  # else it is a bare end
+                    try:
+                        stream.put(_response(response))
+                    except BackendProtocolError as error:
+                        stream.fail(error)
+                if is_final:
+                    stream.end()
+        except grpc.aio.AioRpcError as error:
+            stream.fail(self._transport._failed(error, self._channel, answering=stream.answering))
+        except asyncio.CancelledError:
+            stream.fail(_errors.lost(self._transport._shown, "cancelled", answering=True))
+            raise
+        except Exception as error:
+            stream.fail(_errors.unexpected(error))
+        else:
+            # A server that never tells whether a response is the last ends by closing the stream.
+            if knows_final or not stream.answering:
+                stream.fail(_errors.ended_early(self._transport._shown, self._model))
+            else:
+                stream.end()
+
+    async def read_single(self, call: Any) -> None:
+        stream = self._stream
+        try:
+            stream.put(_response(await call))
+            stream.end()
+        except grpc.aio.AioRpcError as error:
+            if _is_transport_failure(error):
+                stream.fail(self._transport._failed(error, self._channel))
+            else:
+                stream.fail(self._model_error(error.details() or ""))
+        except asyncio.CancelledError:
+            stream.fail(_errors.lost(self._transport._shown, "cancelled", answering=False))
+            raise
+        except BackendProtocolError as error:
+            stream.fail(error)
+        except Exception as error:
+            stream.fail(_errors.unexpected(error))
+
+    def _model_error(self, message: str) -> IaopError:
+        return _errors.inference_error(
+            message, server=self._transport._shown, model=self._model, prompt=self._prompt
+        )
 
 
 def _is_transport_failure(error: grpc.aio.AioRpcError) -> bool:
     """Whether the call failed on its way, and not by Triton's own answer."""
+    details = (error.details() or "").lower()
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         # Triton itself says "unavailable" of models and modes; it never speaks of connections.
         words = ("connect", "socket", "stream removed", "reset", "goaway", "closed", "resolution")
-        return any(word in (error.details() or "").lower() for word in words)
+        return any(word in details for word in (*words, "ping", "restricted"))
+    if error.code() is grpc.StatusCode.INTERNAL:
+        return "rst_stream" in details or "http2" in details
     return error.code() in (
         grpc.StatusCode.DEADLINE_EXCEEDED,
         grpc.StatusCode.CANCELLED,
@@ -202,19 +366,6 @@ def _is_transport_failure(error: grpc.aio.AioRpcError) -> bool:
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     )
-
-
-async def _read(call: Any, messages: asyncio.Queue[Any]) -> None:
-    """Put a call's messages into the queue, and None or its error after the last.
-
-    A task of its own, because gRPC cancels a call in whose reading a task is cancelled.
-    """
-    try:
-        async for message in call:
-            messages.put_nowait(message)
-        messages.put_nowait(None)
-    except grpc.aio.AioRpcError as error:
-        messages.put_nowait(error)
 
 
 async def _only(request: Any) -> AsyncIterator[Any]:
@@ -229,35 +380,34 @@ def _request(model: str, version: str, tensors: Sequence[Tensor]) -> Any:
     request = service_pb2.ModelInferRequest(
         model_name=model, model_version=version, id=uuid.uuid4().hex
     )
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
     for tensor in tensors:
-        request.inputs.add(name=tensor.spec.name, datatype=tensor.spec.datatype, shape=tensor.shape)
+        spec = tensor.spec
+        request.inputs.add(name=spec.name, datatype=spec.datatype, shape=tensor.shape)
         request.raw_input_contents.append(_packed(tensor))
     return request
 
 
-def _prompt_of(tensors: Sequence[Tensor]) -> str:
-    texts = (t.value for t in tensors if t.spec.name == "text_input")
-    return next((text.decode() for text in texts if isinstance(text, bytes)), "")
-
-
 def _packed(tensor: Tensor) -> bytes:
-    if isinstance(tensor.value, bytes):
-        return struct.pack("<I", len(tensor.value)) + tensor.value
-    return struct.pack(f"<{_FORMATS[tensor.spec.datatype]}", tensor.value)
+    if tensor.spec.datatype == "BYTES":
+        texts = [value for value in tensor.values if isinstance(value, bytes)]
+        return b"".join(_LENGTH.pack(len(text)) + text for text in texts)
+    pack = _STRUCTS[tensor.spec.datatype].pack
+    return b"".join(map(pack, tensor.values))
 
 
-def _outputs(response: Any) -> Mapping[str, tuple[Value, ...]]:
+def _response(response: Any) -> Response:
     contents = response.raw_output_contents
     if len(contents) != len(response.outputs):
         raise BackendProtocolError(
             "the Triton server sent a response whose tensors have no raw contents", backend=NAME
         )
     try:
-        return {
-            output.name: _unpacked(output.datatype, data)
-            for output, data in zip(response.outputs, contents, strict=True)
-        }
+        return Response(
+            {
+                output.name: _unpacked(output.datatype, data)
+                for output, data in zip(response.outputs, contents, strict=True)
+            }
+        )
     except (struct.error, KeyError, IndexError) as error:
         raise BackendProtocolError(
             "the Triton server sent a tensor that can't be read", backend=NAME
@@ -266,12 +416,11 @@ def _outputs(response: Any) -> Mapping[str, tuple[Value, ...]]:
 
 def _unpacked(datatype: str, data: bytes) -> tuple[Value, ...]:
     if datatype != "BYTES":
-        reader: Callable[[bytes], Any] = struct.Struct(f"<{_FORMATS[datatype]}").iter_unpack
-        return tuple(value for (value,) in reader(data))
+        return tuple(value for (value,) in _STRUCTS[datatype].iter_unpack(data))
     texts: list[Value] = []
     at = 0
     while at < len(data):
-        (size,) = struct.unpack_from("<I", data, at)
+        (size,) = _LENGTH.unpack_from(data, at)
         at += 4
         if at + size > len(data):
             raise IndexError(size)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from attrs import asdict
-
 from iaop_core import BackendSpec, Probe, hookimpl
 from iaop_gpu_triton.settings import NAME, GpuTritonSettings
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 def _make(settings: GpuTritonSettings) -> GpuTritonBackend:
     from iaop_gpu_triton.backend import GpuTritonBackend
 
-    return GpuTritonBackend(**asdict(settings))
+    return GpuTritonBackend.from_settings(settings)
 
 
 def _probe() -> Probe:

@@ -9,6 +9,12 @@ from attrs import frozen
 
 Value: TypeAlias = bytes | bool | int | float
 
+INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
+    **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+}
+"""The least and the greatest value of each integer datatype."""
+
 
 @frozen
 class TensorSpec:
@@ -22,24 +28,31 @@ class TensorSpec:
 
 @frozen
 class ModelMetadata:
-    """Which tensors a model takes and gives."""
+    """Which tensors a model takes and gives, and how it answers."""
 
     name: str
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
+    decoupled: bool | None
+    """Whether one request may have several responses; None where the server does not tell."""
+    required: frozenset[str] = frozenset()
+    """Inputs that a request can't leave out, as far as the server tells."""
 
 
 @frozen
 class Tensor:
-    """An input of a request: one value in the dtype and shape that the model declares."""
+    """An input of a request: one value, or several texts, in the dtype and shape declared."""
 
     spec: TensorSpec
-    value: Value
+    values: tuple[Value, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The declared shape, its free dimensions being 1."""
-        return tuple(1 if size == -1 else size for size in self.spec.shape)
+        """The declared shape; its free dimensions are 1, the last one of them takes the values."""
+        shape = [1 if size == -1 else size for size in self.spec.shape]
+        if len(self.values) != 1:
+            shape[-1] = len(self.values)
+        return tuple(shape)
 
 
 @frozen

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from iaop_gpu_triton.tensors import ModelMetadata, ModelState, Response, Tensor
+from iaop_gpu_triton.response_stream import ResponseStream
+from iaop_gpu_triton.tensors import ModelMetadata, ModelState, Tensor
 
 
 class Transport(Protocol):
@@ -24,31 +25,43 @@ class Transport(Protocol):
     async def model_ready(self, model: str, version: str, *, timeout_s: float) -> bool: ...
 
     async def model_metadata(self, model: str, version: str, *, timeout_s: float) -> ModelMetadata:
-        """The model's tensors."""
+        """The model's tensors, and what its configuration says of its answers."""
+        ...
+
+    async def model_statistics(
+        self, model: str, version: str, *, timeout_s: float
+    ) -> list[Mapping[str, Any]]:
+        """Triton's statistics of each loaded version, as its HTTP endpoint names them."""
         ...
 
     async def repository_index(self, *, timeout_s: float) -> list[ModelState]:
         """Every version of every model that the server's repository holds."""
         ...
 
-    async def load(self, model: str, *, timeout_s: float) -> None:
-        """Load the model through the repository API and wait until it is there."""
+    async def load(
+        self, model: str, *, config: str, files: Mapping[str, bytes], timeout_s: float
+    ) -> None:
+        """Load the model through the repository API and wait until it is there.
+
+        `config` (JSON, empty: its own) and `files` take the place of those in the repository.
+        """
         ...
 
     async def unload(self, model: str, *, timeout_s: float) -> None: ...
 
-    def generate(
-        self, model: str, version: str, tensors: Sequence[Tensor]
-    ) -> AsyncGenerator[Response, None]:
-        """The model's responses. Ends when the server has stated the end, else it raises.
+    async def generate(
+        self,
+        model: str,
+        version: str,
+        tensors: Sequence[Tensor],
+        *,
+        prompt: str,
+        single: bool,
+    ) -> ResponseStream:
+        """Send a request, having connected where need be; its responses come by the stream.
 
-        Closing it, or cancelling the task, cancels the work on the server. It keeps no time: the
-        caller does.
+        `single`: the model gives exactly one response. `prompt` is kept out of errors.
         """
-        ...
-
-    def is_connected(self) -> bool:
-        """Whether there is, or may be, a connection to the server."""
         ...
 
     def reconnect(self) -> None:

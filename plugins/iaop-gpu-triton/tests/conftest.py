@@ -10,14 +10,18 @@ from triton_server import TritonServer, cache_dir
 from iaop_gpu_triton import GpuTritonBackend
 
 TIMEOUT_MS = 2000
+PRELOADED = (
+    *("echo", "echo-plain", "echo-minimal", "ensemble", "ensemble-old", "real-ensemble"),
+    *("llm-api", "llm-api-decoupled", "odd"),
+)
 
 
 @pytest.fixture(scope="session")
 def triton() -> Iterator[TritonServer]:
     """A real server for the whole run; tests leave its loaded models as they found them."""
     with TritonServer(
-        *("echo", "echo-plain", "echo-minimal", "other-contract", "raw-engine", "broken"),
-        preload=("echo", "echo-plain", "echo-minimal"),
+        *(*PRELOADED, "other-contract", "raw-engine", "broken"),
+        preload=PRELOADED,
     ) as server:
         yield server
 

@@ -21,12 +21,16 @@ INPUTS = ("text_input", "stream", "sampling_parameters", "return_finish_reason")
 OUTPUTS = ("text_output", "finish_reason")
 
 
+def datatype_of(name: str) -> str:
+    return "BOOL" if name.startswith(("stream", "return_")) else "BYTES"
+
+
 @contextmanager
 def early_grpc_server(tokens: Sequence[str], *, tells_final: bool) -> Iterator[str]:
     """Closes its streams after the tokens; `tells_final` says of each that it is not the last."""
 
     def add_tensor(tensors: Any, name: str) -> None:
-        tensors.add(name=name, datatype="BOOL" if name == "stream" else "BYTES", shape=[1])
+        tensors.add(name=name, datatype=datatype_of(name), shape=[1])
 
     class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
         def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -65,7 +69,7 @@ def early_grpc_server(tokens: Sequence[str], *, tells_final: bool) -> Iterator[s
 def early_http_server(body: bytes) -> Iterator[str]:
     """Answers `generate_stream` with that body, whole as far as HTTP goes."""
     tensors = {
-        key: [{"name": name, "datatype": "BYTES", "shape": [1]} for name in names]
+        key: [{"name": name, "datatype": datatype_of(name), "shape": [1]} for name in names]
         for key, names in (("inputs", INPUTS), ("outputs", OUTPUTS))
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from scripted import ended, record, script
@@ -13,6 +14,13 @@ from iaop_gpu_triton import GpuTritonBackend
 
 Make = Callable[..., GpuTritonBackend]
 CHINESE = "你好，世界 👩‍👩‍👧 e\u0301\u2028\u0085 end"
+
+
+def sampling(backend: GpuTritonBackend, tag: str) -> dict[str, Any]:
+    """The sampling parameters that the request with that tag sent."""
+    (text,) = record(backend, tag)["sent_values"]["sampling_parameters"]
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 @pytest.mark.parametrize("model", ["echo", "echo-plain", "echo-minimal"])
@@ -77,7 +85,7 @@ def test_only_listed_tensors_are_sent(make: Make) -> None:
     backend = make("echo-minimal")
     backend.load_model()
     backend.infer(script(tag="minimal", tokens=["a"]))
-    sent = record(backend, "minimal")["tensors"]
+    sent = sorted(record(backend, "minimal")["sent_values"])
     assert sent == ["sampling_parameters", "stream", "text_input"]
 
 
@@ -95,21 +103,21 @@ def test_sampling_parameters_are_json_of_their_types(echo: GpuTritonBackend) -> 
         "repetition_penalty": 1.1,
     }
     echo.infer(script(tag="all-params", tokens=["x"]), params=params)
-    sent = json.loads(record(echo, "all-params")["sampling_parameters"])
+    sent = sampling(echo, "all-params")
     assert sent == params
     assert type(sent["temperature"]) is int
 
 
 def test_single_stop_text_is_sent_as_a_list(echo: GpuTritonBackend) -> None:
     echo.infer(script(tag="one-stop", tokens=["x"]), params={"stop": "a"})
-    assert json.loads(record(echo, "one-stop")["sampling_parameters"])["stop"] == ["a"]
+    assert sampling(echo, "one-stop")["stop"] == ["a"]
 
 
 def test_unset_parameters_are_not_sent_but_a_finite_token_limit_is(make: Make) -> None:
     backend = make("echo", max_tokens=77)
     backend.load_model()
     backend.infer(script(tag="no-params", tokens=["x"]))
-    assert json.loads(record(backend, "no-params")["sampling_parameters"]) == {"max_tokens": 77}
+    assert sampling(backend, "no-params") == {"max_tokens": 77}
 
 
 def test_parameter_that_the_contract_cannot_carry_is_refused_by_name(

@@ -16,8 +16,12 @@ from iaop_core.contract import (
 )
 from iaop_gpu_triton import GpuTritonBackend
 
+MODELS = {"vllm": "echo", "ensemble": "ensemble", "llm-api": "llm-api-decoupled"}
+OTHERS = {"vllm": "echo-plain", "ensemble": "real-ensemble", "llm-api": "llm-api"}
+SERVED = [f"{contract} {protocol}" for contract in MODELS for protocol in ("grpc", "http")]
 
-@pytest.fixture(params=["offline", "grpc", "http", "real language model"])
+
+@pytest.fixture(params=["offline", *SERVED, "real language model"])
 def subject(request: pytest.FixtureRequest) -> ContractSubject:
     if request.param == "offline":
         return ContractSubject(
@@ -32,10 +36,11 @@ def subject(request: pytest.FixtureRequest) -> ContractSubject:
             missing_model_id="no-such-model",
         )
     server: TritonServer = request.getfixturevalue("triton")
-    url = server.grpc_url if request.param == "grpc" else server.http_url
+    contract, protocol = request.param.split()
+    url = server.grpc_url if protocol == "grpc" else server.http_url
     return ContractSubject(
-        make=lambda: GpuTritonBackend(url, "echo", timeout_ms=5000),
-        other_model_id="echo-minimal",
+        make=lambda: GpuTritonBackend(url, MODELS[contract], timeout_ms=5000),
+        other_model_id=OTHERS[contract],
         missing_model_id="no-such-model",
     )
 

@@ -32,7 +32,8 @@ from iaop_gpu_triton import _errors
 )
 def test_inference_error_is_typed_by_its_words(message: str, expected: type[IaopError]) -> None:
     error = _errors.inference_error(message, server="triton:8001", model="m", prompt="p")
-    assert type(error) is expected
+    assert isinstance(error, expected)
+    assert error.kind == expected.kind
     assert message in str(error)
     assert "triton:8001" in str(error)
     assert error.backend == "gpu-triton"
@@ -95,7 +96,8 @@ def test_status_is_typed(
     error = _errors.status_error(
         status, message, server="triton:8001", timeout_s=2.0, answering=answering
     )
-    assert type(error) is expected
+    assert isinstance(error, expected)
+    assert error.kind == expected.kind
     assert "triton:8001" in str(error)
 
 

@@ -76,9 +76,6 @@ def test_loading_again_repairs_a_model_that_the_server_has_lost(
     unload = f"{bare.http_url}/v2/repository/models/echo/unload"
     urllib.request.urlopen(unload, data=b"{}", timeout=5).close()
     assert not bare_backend.health_check().healthy
-    with pytest.raises(BackendUnavailableError, match="not ready") as caught:
-        bare_backend.infer("a")
-    assert not caught.value.may_have_run
     bare_backend.load_model()
     assert bare_backend.infer("again").text == "again"
 
@@ -118,7 +115,7 @@ def test_model_that_fails_to_load_says_why(make: Make) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("other-contract", r"TensorRT-LLM.*max_tokens \(INT32\).*text_output \(BYTES\)"),
+        ("other-contract", r"no known kind.*LANGUAGE \(INT32\).*REPLY \(BYTES\)"),
         ("raw-engine", r"raw engine.*in front.*input_ids \(INT32\)"),
     ],
 )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from attrs import asdict, fields
+from attrs import asdict
 
 from iaop_core.errors import ValuesError
 from iaop_gpu_triton import GpuTritonBackend, GpuTritonSettings
@@ -26,6 +26,8 @@ from iaop_gpu_triton.plugin import iaop_backends
         ("http://triton/", True, "http://triton:8000"),
         ("grpc://10.0.0.7:9001", False, "grpc://10.0.0.7:9001"),
         ("[::1]:8001", True, "grpc://[::1]:8001"),
+        ("grpcs://triton", False, "grpcs://triton:8001"),
+        ("https://triton:443", True, "https://triton:443"),
     ],
 )
 def test_server_url_tells_protocol_and_address(url: str, prefer_grpc: bool, address: str) -> None:
@@ -34,7 +36,7 @@ def test_server_url_tells_protocol_and_address(url: str, prefer_grpc: bool, addr
 
 @pytest.mark.parametrize(
     "url",
-    ["", "triton:port", "ftp://triton", "https://triton", "grpcs://triton", "http://triton/v2",
+    ["", "triton:port", "triton:0", "ftp://triton", "http://triton/v2",
      "http://user:hunter2@triton", "http://:hunter2@triton", "triton:8001?key=hunter2"],
 )  # fmt: skip
 def test_server_url_that_cannot_be_used_is_refused_without_showing_it(url: str) -> None:
@@ -52,9 +54,12 @@ def test_setting_out_of_range_is_refused_by_name(name: str) -> None:
 
 
 def test_backend_takes_the_settings_with_their_defaults() -> None:
-    parameters = inspect.signature(GpuTritonBackend).parameters
-    assert {name: p.default for name, p in parameters.items()} == asdict(GpuTritonSettings())
-    assert list(parameters) == [field.name for field in fields(GpuTritonSettings)]
+    *written, rest = inspect.signature(GpuTritonBackend).parameters.values()
+    assert rest.kind is inspect.Parameter.VAR_KEYWORD
+    defaults = asdict(GpuTritonSettings(), recurse=False)
+    assert {p.name: p.default for p in written} == dict(list(defaults.items())[: len(written)])
+    with pytest.raises(TypeError, match="no_such_setting"):
+        GpuTritonBackend(no_such_setting=1)
 
 
 def test_plugin_offers_the_backend_and_makes_it() -> None:

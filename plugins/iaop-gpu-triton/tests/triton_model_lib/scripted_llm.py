@@ -1,4 +1,4 @@
-"""A language model whose answer is written in its prompt, with the vLLM backend's tensors.
+"""A language model whose answer is written in its prompt.
 
 It runs inside Triton's Python backend. A prompt without a script is answered by its own words, one
 token each. A script is a JSON object between ``[[`` and ``]]`` anywhere in the prompt; its keys are
@@ -11,7 +11,15 @@ import re
 import threading
 import time
 
-from vllm_tensors import FINAL, NOT_ENDED, VllmRequest, error_response
+from llm_tensors import (
+    FINAL,
+    NOT_ENDED,
+    EnsembleRequest,
+    LlmApiRequest,
+    OddRequest,
+    VllmRequest,
+    error_response,
+)
 
 SCRIPT = re.compile(r"\[\[(\{.*\})\]\]", re.DOTALL)
 CANCEL_POLL_S = 0.02
@@ -23,6 +31,7 @@ class Script:
 
     tag = ""  # key of this request's record
     report = ""  # answer with the record of this tag
+    about_model = False  # answer with the model's version and its parameter `greeting`
     tokens = None  # texts to send, default: the prompt's words
     repeat = 1  # each token's text that many times over
     first_delay_s = 0.0  # before the first token
@@ -47,9 +56,21 @@ class Script:
         self.tokens = [token * self.repeat for token in self.tokens]
 
 
+REQUESTS = {
+    "sampling_parameters": VllmRequest,
+    "max_tokens": EnsembleRequest,
+    "sampling_param_max_tokens": LlmApiRequest,
+    "PROMPT": OddRequest,
+}
+
+
 class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
+        inputs = {tensor["name"] for tensor in config["input"]}
+        self.request_class = next(kind for name, kind in REQUESTS.items() if name in inputs)
+        self.version = args["model_version"]
+        self.greeting = config.get("parameters", {}).get("greeting", {}).get("string_value", "")
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self.records = {}
 
@@ -63,7 +84,7 @@ class TritonPythonModel:
     def answer_once(self, request):
         try:
             job = Job(self, request, sender=None)
-            return job.response("".join(job.texts), job.finish_reason, len(job.texts))
+            return job.answer_once()
         except Exception as error:
             return error_response(str(error))
 
@@ -80,22 +101,35 @@ class Job:
 
     def __init__(self, model, request, sender):
         self.sender = sender
-        self.asked = VllmRequest(request)
+        self.asked = model.request_class(request)
         self.script = Script(self.asked.prompt)
         tokens, limit = self.script.tokens, self.asked.max_tokens
         self.texts = tokens[:limit]
         self.finish_reason = "length" if len(tokens) > limit else "stop"
+        if self.script.about_model:
+            self.texts = [f"{model.version} {model.greeting}"]
         if self.script.report:
             self.texts = [json.dumps(model.records.get(self.script.report, {}))]
         self.record = {
-            "tensors": self.asked.names,
-            "sampling_parameters": self.asked.sampling_text,
+            "sent_values": self.asked.sent,
+            "shapes": self.asked.shapes,
             "stream": self.asked.streaming,
             "sent": 0,
             "outcome": "running",
         }
         if self.script.tag:
             model.records[self.script.tag] = self.record
+
+    def answer_once(self):
+        script, asked = self.script, self.asked
+        time.sleep(script.first_delay_s)
+        if script.fail_after is not None:
+            return error_response(script.error_text)
+        before = asked.prompt if asked.repeats_input else ""
+        data = before.encode() + b"".join(text.encode() for text in self.texts)
+        if script.raw_hex:
+            data = bytes.fromhex(script.raw_hex)
+        return self.response(data, self.finish_reason, len(self.texts))
 
     def run(self):
         try:
@@ -132,9 +166,10 @@ class Job:
         if self.script.raw_hex:
             return [(bytes.fromhex(self.script.raw_hex), 1)]
         pieces = [(text.encode(), 1) for text in self.texts]
+        if self.asked.repeats_input:
+            pieces.insert(0, (self.asked.prompt.encode(), 0))
         if not self.asked.streaming:
-            before = self.asked.prompt.encode() if self.asked.repeats_input else b""
-            pieces = [(before + b"".join(piece for piece, _ in pieces), len(pieces))]
+            pieces = [(b"".join(piece for piece, _ in pieces), len(self.texts))]
         if self.script.split_bytes:
             size, whole = self.script.split_bytes, b"".join(piece for piece, _ in pieces)
             pieces = [(whole[at : at + size], 1) for at in range(0, len(whole), size)]

@@ -13,8 +13,8 @@ sys.path[:0] = os.environ["IAOP_TRITON_MODEL_PATH"].split(os.pathsep)
 
 import numpy as np  # noqa: E402
 import onnxruntime  # noqa: E402
+from llm_tensors import FINAL, NOT_ENDED, VllmRequest, error_response  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
-from vllm_tensors import FINAL, NOT_ENDED, VllmRequest, error_response  # noqa: E402
 
 FOLDER = os.environ["IAOP_TRITON_SMOLLM2"]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
