@@ -201,11 +201,15 @@ class PluginLoadError(ConfigurationError, ImportError):
 
 
 class ModelLoadError(ConfigurationError, RuntimeError):
-    """The model can't be loaded as configured. `model` is its id."""
+    """The model can't be had as configured, or any more. `model` is its id."""
 
     def __init__(self, message: str = "", *, backend: str = "", model: str = "") -> None:
         super().__init__(message, backend=backend)
         self.model = model
+
+    @property
+    def may_fail_over(self) -> bool:
+        return True
 
 
 class ModelNotLoadedError(ConfigurationError, RuntimeError):

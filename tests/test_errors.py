@@ -68,6 +68,7 @@ def test_values_error_says_where() -> None:
 
 FAIL_OVER = {
     errors.PluginLoadError: (True, False),
+    errors.ModelLoadError: (True, False),
     errors.ModelNotLoadedError: (True, False),
     errors.CredentialsRefusedError: (True, False),
     errors.BackendUnavailableError: (True, True),

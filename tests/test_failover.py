@@ -58,7 +58,7 @@ CLASSES: list[tuple[IaopError | Exception, bool, int]] = [
     (BackendTimeoutError("read timed out"), False, 1),
     (StreamInterruptedError("cut"), False, 1),
     (BackendProtocolError("garbage"), False, 1),
-    (ModelLoadError("no such model"), False, 1),
+    (ModelLoadError("404: no such model"), True, 1),
     (InvalidRequestError("bad"), False, 1),
     (ContextLengthExceededError("too long"), False, 1),
     (ValueError("outside of the contract"), False, 1),

@@ -9,7 +9,7 @@
     400, 409, 413, 422, other 4xx             InvalidRequestError
       the same for too many tokens            ContextLengthExceededError
     401, 402, 403, 407, quota used up         CredentialsRefusedError
-    404                                       ModelLoadError
+    404                                       ModelLoadError: nothing was begun, so it fails over
     408, 504                                  BackendTimeoutError
     429                                       RateLimitedError
     500, 503, 529                             BackendUnavailableError: the endpoint says it failed

@@ -29,7 +29,7 @@ STATUSES: list[tuple[int, dict[str, Any], type[IaopError], bool]] = [
     (401, {"code": "invalid_api_key"}, CredentialsRefusedError, True),
     (402, {}, CredentialsRefusedError, True),
     (403, {}, CredentialsRefusedError, True),
-    (404, {"code": "model_not_found"}, ModelLoadError, False),
+    (404, {"code": "model_not_found"}, ModelLoadError, True),
     (407, {}, CredentialsRefusedError, True),
     (408, {}, BackendTimeoutError, False),
     (409, {}, InvalidRequestError, False),
