@@ -88,23 +88,6 @@ def test_model_that_was_ready_is_left_on_the_server(triton: TritonServer, make: 
     assert {"echo", "echo-plain"} <= ready_models(triton)
 
 
-def test_version_that_is_not_there_is_named(make: Make) -> None:
-    backend = make("echo", model_version="7")
-    with pytest.raises(ModelLoadError, match="'7'"):
-        backend.load_model()
-
-
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_server_that_allows_no_loading_still_serves_what_it_has(protocol: str) -> None:
-    with TritonServer("echo", control_mode="none") as server:
-        url = server.grpc_url if protocol == "grpc" else server.http_url
-        with GpuTritonBackend(url, "echo") as backend:
-            backend.load_model()
-            assert backend.infer("served").text == "served"
-            with pytest.raises(ModelLoadError, match=r"allows no loading.*repository has: echo"):
-                backend.load_model("no-such-model")
-
-
 def test_model_that_fails_to_load_says_why(make: Make) -> None:
     with pytest.raises(ModelLoadError, match="the engine file is missing") as caught:
         make("broken").load_model()

@@ -149,8 +149,8 @@ class TritonServer:
 
     ``models`` are put into its repository; ``preload`` (default: all of them) are loaded at the
     start. ``control_mode`` is Triton's own: with ``none`` and ``poll`` everything in the repository
-    is loaded and the repository API's load and unload are refused. Stopped and started again, the
-    server keeps its ports, its repository and its log.
+    is loaded and the repository API's load and unload are refused. ``options`` go on the command
+    line. Stopped and started again, the server keeps its ports, its repository and its log.
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class TritonServer:
         control_mode: str = "explicit",
         grpc_port: int = 0,
         http_port: int = 0,
+        options: Sequence[str] = (),
     ) -> None:
+        self.options = tuple(options)
         self.models = models
         self.preload = models if preload is None else tuple(preload)
         self.control_mode = control_mode
@@ -238,6 +240,7 @@ class TritonServer:
             f"--grpc-port={self.grpc_port}",
             "--http-address=127.0.0.1",
             f"--http-port={self.http_port}",
+            *self.options,
         ]
         if self.control_mode == "explicit":
             command += [f"--load-model={model}" for model in self.preload]
@@ -261,6 +264,14 @@ class TritonServer:
                 return True
         except (urllib.error.URLError, OSError):
             return False
+
+    def add_version(self, model: str, version: int) -> None:
+        """Put a further version of the model into the repository, and have all of them served."""
+        folder = self.repository / model
+        shutil.copytree(folder / "1", folder / str(version))
+        config = folder / "config.pbtxt"
+        if "version_policy" not in (text := config.read_text()):
+            config.write_text(f"{text}version_policy {{ all {{}} }}\n")
 
     def stop(self, *, timeout_s: float = 15.0) -> None:
         """End the process in order: SIGTERM, and SIGKILL when that takes too long."""
