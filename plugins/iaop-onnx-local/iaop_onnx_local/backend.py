@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from iaop_core import (
     GenerationParams,
     InferChunk,
     InferenceBackend,
+    InferResult,
     OfflineKernel,
     as_messages,
     with_context,
@@ -28,6 +31,7 @@ from iaop_onnx_local.settings import NAME, OnnxLocalSettings
 
 if TYPE_CHECKING:
     from iaop_onnx_local.model import LocalModel
+    from iaop_onnx_local.streams import Call
 
 __all__ = ["OnnxLocalBackend"]
 
@@ -37,8 +41,8 @@ _log = logging.getLogger(__name__)
 class OnnxLocalBackend(InferenceBackend):
     """Runs decoder-only language models with ONNX Runtime, in process.
 
-    `infer`, `ainfer` and `astream` are derived from `stream`. Up to `max_concurrency`
-    answers are made at a time; their steps take turns.
+    `infer` and `ainfer` are derived from `stream` and `astream`. Up to `max_concurrency` answers
+    are made at a time, in one batch that they join and leave at each step.
 
     Args:
         settings: see `OnnxLocalSettings`; the defaults where left out.
@@ -51,7 +55,6 @@ class OnnxLocalBackend(InferenceBackend):
         self._settings = evolve(settings or OnnxLocalSettings(), **changes)
         self._lifecycle = threading.Lock()
         self._model: LocalModel | None = None
-        self._slots = threading.Semaphore(self._settings.max_concurrency)
         self._kernel = self._find_kernel()
 
     def __repr__(self) -> str:
@@ -85,7 +88,9 @@ class OnnxLocalBackend(InferenceBackend):
             elif self._model is None or self._model.model_id != wanted:
                 from iaop_onnx_local.model import LocalModel
 
-                self._model = LocalModel.load(wanted, self._settings)
+                old, self._model = self._model, LocalModel.load(wanted, self._settings)
+                if old is not None:
+                    old.close(finish=True)
 
     def stream(
         self, prompt: Prompt, context: Context = None, *, params: Params = None
@@ -101,28 +106,29 @@ class OnnxLocalBackend(InferenceBackend):
             ModelNotLoadedError: before `load_model`.
             InvalidRequestError: the messages or the parameters.
             ContextLengthExceededError: the prompt leaves no room for an answer.
-            BackendUnavailableError: all slots are taken, or the engine failed.
+            BackendUnavailableError: too many wait already, or the engine failed.
         """
-        given = GenerationParams.from_input(params)
-        given.require_supported(self.capabilities.params, backend=self.name)
-        messages = as_messages(prompt)
-        if self._kernel is not None:
-            return self._stream_offline(prompt, context, given)
-        model = self._model
-        if model is None:
-            raise ModelNotLoadedError(
-                f"backend {self.name!r} has no model loaded; call load_model() first",
-                backend=self.name,
-            )
-        from iaop_onnx_local.generation import Generation
+        call = self._take(prompt, context, params)
+        if isinstance(call, InferResult):
+            return iter([InferChunk(call.text), InferChunk("", call)])
+        from iaop_onnx_local.streams import AnswerStream
 
-        return Generation(
-            model,
-            with_context(messages, context),
-            given,
-            backend_name=self.name,
-            take_slot=self._take_slot,
-        )
+        return AnswerStream(call)
+
+    async def astream(
+        self, prompt: Prompt, context: Context = None, *, params: Params = None
+    ) -> AsyncIterator[InferChunk]:
+        """As `stream`, without a thread of its own."""
+        call = self._take(prompt, context, params)
+        if isinstance(call, InferResult):
+            yield InferChunk(call.text)
+            yield InferChunk("", call)
+            return
+        from iaop_onnx_local.streams import stream_answer
+
+        async with aclosing(stream_answer(call)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def health_check(self) -> BackendHealth:
         """How the loaded model is; never waits for the engine."""
@@ -136,14 +142,14 @@ class OnnxLocalBackend(InferenceBackend):
             return BackendHealth(False, f"probe_error: {problem}")
         if model is None:
             return BackendHealth(False, "server_live=True, model_ready=False, loaded=False")
-        busy_s = model.decoder.busy_s
-        ready = busy_s < self._settings.stall_timeout_s
+        load = model.load_now
+        ready = load.still_s < self._settings.stall_timeout_s
         detail = (
             f"server_live=True, model_ready={ready}, loaded=True, device={model.decoder.device}, "
-            f"threads={model.decoder.threads}"
+            f"threads={model.decoder.threads}, running={load.running}, waiting={load.waiting}"
         )
         if not ready:
-            detail += f", stalled: one step has been running for {busy_s:.0f} s"
+            detail += f", stalled: no step of the engine has ended for {load.still_s:.0f} s"
         return BackendHealth(ready, detail)
 
     def unload(self) -> None:
@@ -177,21 +183,36 @@ class OnnxLocalBackend(InferenceBackend):
                 return None
         return OfflineKernel("onnx", backend_name=self.name)
 
-    def _stream_offline(
-        self, prompt: Prompt, context: Context, params: GenerationParams
-    ) -> Iterator[InferChunk]:
-        assert self._kernel is not None
-        result = self._kernel.infer(
-            prompt, context, max_tokens=params.max_tokens or self._settings.max_tokens
-        )
-        yield InferChunk(result.text)
-        yield InferChunk("", result)
+    def _take(self, prompt: Prompt, context: Context, params: Params) -> InferResult | Call:
+        """Checks a call; answers it at once where the offline kernel does."""
+        given = GenerationParams.from_input(params)
+        given.require_supported(self.capabilities.params, backend=self.name)
+        messages = as_messages(prompt)
+        if self._kernel is not None:
+            return self._kernel.infer(
+                prompt, context, max_tokens=given.max_tokens or self._settings.max_tokens
+            )
+        if self._model is None:
+            raise self._not_loaded()
+        from iaop_onnx_local.streams import Call
 
-    def _take_slot(self) -> Callable[[], None]:
-        if not self._slots.acquire(blocking=False):
+        return Call(self._loaded, with_context(messages, context), given, backend_name=self.name)
+
+    def _loaded(self) -> LocalModel:
+        """The model that is loaded now."""
+        model = self._model
+        if model is None:
+            raise self._not_loaded()
+        if os.getpid() != model.process_id:
             raise BackendUnavailableError(
-                f"all {self._settings.max_concurrency} slots of backend {self.name!r} are taken; "
-                "try again, or raise max_concurrency",
+                f"backend {self.name!r} loaded its model before this process was forked, and the "
+                "engine's threads are not here; load it in each worker process",
                 backend=self.name,
             )
-        return self._slots.release
+        return model
+
+    def _not_loaded(self) -> ModelNotLoadedError:
+        return ModelNotLoadedError(
+            f"backend {self.name!r} has no model loaded; call load_model() first",
+            backend=self.name,
+        )

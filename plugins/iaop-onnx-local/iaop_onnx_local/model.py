@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize
 
 from attrs import evolve, frozen
 
@@ -19,11 +19,17 @@ from iaop_core.errors import (
     InvalidRequestError,
     ModelLoadError,
 )
-from iaop_onnx_local.decoder import Decoder, DecoderText, UnknownInputError
+from iaop_onnx_local.constraint import Constraint, ConstraintFactory
+from iaop_onnx_local.decoder import Decoder, UnknownInputError
+from iaop_onnx_local.engine import Engine, EngineLoad, Job
+from iaop_onnx_local.growing_cache import GrowingCache
+from iaop_onnx_local.kv_cache import ROUNDING, TOLERABLE, KvCache
+from iaop_onnx_local.memory import usable_memory_bytes
 from iaop_onnx_local.model_folder import ModelFolder, find_model_folder
 from iaop_onnx_local.sampling import SamplingParams
 from iaop_onnx_local.session import open_session
 from iaop_onnx_local.settings import OnnxLocalSettings
+from iaop_onnx_local.shared_cache import SharedCache
 from iaop_onnx_local.tokenizer import TextTokenizer
 
 __all__ = ["LocalModel", "Request"]
@@ -40,12 +46,13 @@ class Request:
     """Already no more than the context has room for."""
     stops: tuple[str, ...]
     sampling: SamplingParams
+    constraint: Constraint | None = None
 
 
 class LocalModel:
-    """A model folder, loaded. `load` makes one.
+    """A model folder, loaded, and the engine that runs it. `load` makes one.
 
-    Answers hold on to it, so it lives until the last of them is done; `close` stops them.
+    The engine's thread ends with `close`, or when nothing holds on to the model any more.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class LocalModel:
         model_id: str,
         *,
         decoder: Decoder,
+        engine: Engine,
         tokenizer: TextTokenizer,
         template: ChatTemplate | None,
         end_token_ids: frozenset[int],
@@ -65,12 +73,14 @@ class LocalModel:
         self.tokenizer = tokenizer
         self.end_token_ids = end_token_ids
         self.context_length = context_length
+        self._engine = engine
         self._template = template
+        self._constraints = ConstraintFactory(tokenizer, end_token_ids)
         self._defaults = defaults
         self._max_tokens = max_tokens
-        self.closed = False
-        self._texts: WeakSet[DecoderText] = WeakSet()
-        self._texts_lock = threading.Lock()
+        self.process_id = os.getpid()
+        """The process that has the engine's threads; a forked one has not."""
+        finalize(self, engine.close)
 
     @classmethod
     def load(cls, model_id: str, settings: OnnxLocalSettings) -> LocalModel:
@@ -82,7 +92,6 @@ class LocalModel:
         folder = find_model_folder(model_id)
         path = folder.find_model_file(settings.model_file)
         end_token_ids = folder.end_token_ids
-        context_length = folder.context_length(settings.context_length)
         tokenizer_file = folder.path / "tokenizer.json"
         if not tokenizer_file.is_file():
             raise folder.fail("there is no tokenizer.json")
@@ -90,32 +99,39 @@ class LocalModel:
             tokenizer = TextTokenizer(tokenizer_file)
             template = _load_template(folder, settings.chat_template)
             opened = open_session(path, device=settings.device, threads=settings.threads)
-            decoder = Decoder(
-                opened,
-                path,
-                head_size=folder.genai_config.get("decoder", {}).get("head_size"),
-                kv_heads=folder.genai_config.get("decoder", {}).get("num_key_value_heads"),
-            )
+            decoder = Decoder(opened, path, head_size=folder.head_size, kv_heads=folder.kv_heads)
         except ModelLoadError as error:
             error.model = model_id
             raise
         except (OSError, UnknownInputError, ValueError) as error:
             raise folder.fail(str(error)) from error
+        cache = _make_cache(decoder, folder, settings)
+        engine = Engine(
+            cache,
+            prompt_part=settings.prompt_part,
+            max_waiting=settings.max_waiting,
+            name=f"iaop-onnx-{folder.path.name}",
+        )
         _log.info(
-            "loaded %r from %s on %s with %d threads; %d bytes of cache per token of each answer",
+            "loaded %r from %s on %s with %d threads; %d answers at a time%s; their cache takes "
+            "%d bytes per token, %d MB at most",
             model_id,
             path,
             decoder.device,
             decoder.threads,
+            cache.rows,
+            "" if cache.joins_rows else " in turns",
             decoder.cache_bytes_per_token,
+            cache.max_bytes / 1e6,
         )
         return cls(
             model_id,
             decoder=decoder,
+            engine=engine,
             tokenizer=tokenizer,
             template=template,
             end_token_ids=end_token_ids,
-            context_length=context_length,
+            context_length=cache.capacity,
             defaults=_default_sampling(folder.generation_config),
             max_tokens=settings.max_tokens,
         )
@@ -146,23 +162,21 @@ class LocalModel:
             max_tokens=min(params.max_tokens or self._max_tokens, room),
             stops=params.stop,
             sampling=self._sampling(params),
+            constraint=self._constraints.open(params),
         )
 
-    def open_text(self, capacity: int) -> DecoderText:
-        """Begins a text in the engine; `close` stops it."""
-        text = self.decoder.open_text(capacity)
-        with self._texts_lock:
-            self._texts.add(text)
-            if self.closed:
-                text.stop()
-        return text
+    def submit(self, job: Job) -> Callable[[], None]:
+        """Hands a job to the engine; see `Engine.submit`."""
+        return self._engine.submit(job)
 
-    def close(self) -> None:
-        """Ends the answers that are under way, with an error."""
-        with self._texts_lock:
-            self.closed = True
-            for text in self._texts:
-                text.stop()
+    @property
+    def load_now(self) -> EngineLoad:
+        """What the engine is doing; never waits for it."""
+        return self._engine.load
+
+    def close(self, *, finish: bool = False) -> None:
+        """Ends the answers under way with an error, or (`finish`) lets them end."""
+        self._engine.close(finish=finish)
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         texts, marks = self.tokenizer.guard([message.content for message in messages])
@@ -196,6 +210,8 @@ class LocalModel:
         defaults = self._defaults
         if given and "temperature" not in given and defaults.temperature == 0:
             given["temperature"] = 1.0  # who narrows the choice, or seeds it, wants to choose
+        if params.logprobs:
+            given["top_logprobs"] = params.top_logprobs or 0
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
             if (value := getattr(params, name)) is not None:
                 given[name] = value
@@ -207,6 +223,39 @@ class LocalModel:
                 param="logit_bias",
             )
         return evolve(defaults, **given)
+
+
+def _make_cache(decoder: Decoder, folder: ModelFolder, settings: OnnxLocalSettings) -> KvCache:
+    rows, capacity = settings.max_concurrency, folder.context_length(settings.context_length)
+    needed, usable = rows * capacity * decoder.cache_bytes_per_token, usable_memory_bytes()
+    if decoder.device == "cpu" and usable is not None and needed > usable:
+        raise folder.fail(
+            f"{rows} answers of {capacity} tokens can take {needed / 1e6:.0f} MB of cache, and "
+            f"there are {usable / 1e6:.0f} MB of memory; lower max_concurrency or context_length"
+        )
+    try:
+        cache: KvCache
+        if decoder.shares_buffer:
+            cache = SharedCache(
+                decoder, rows=rows, capacity=capacity, pairs=settings.batch_invariant
+            )
+        else:
+            cache = GrowingCache(decoder, rows=rows, capacity=capacity)
+        difference = cache.difference()
+    except Exception as error:  # ONNX Runtime's have no common base
+        raise folder.fail(f"its first step failed: {error}") from error
+    if difference > TOLERABLE:
+        cache.joins_rows = False
+        _log.warning(
+            "model %r does not compute answers of different lengths together as it does one by "
+            "one, so they are made in turns",
+            folder.model_id,
+        )
+    elif settings.batch_invariant and difference > ROUNDING:
+        raise folder.fail(
+            "batch_invariant is set, but its kernels round otherwise in a batch than alone"
+        )
+    return cache
 
 
 def _load_template(folder: ModelFolder, chosen: str) -> ChatTemplate | None:

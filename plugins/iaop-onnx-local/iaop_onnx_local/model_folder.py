@@ -101,8 +101,7 @@ class ModelFolder:
         Raises:
             ModelLoadError: the model was made for less than chosen, or doesn't say.
         """
-        text_config = self.config.get("text_config", self.config)
-        length = self.genai_config.get("context_length") or text_config.get(
+        length = self.genai_config.get("context_length") or self._text_config.get(
             "max_position_embeddings"
         )
         if not isinstance(length, int):
@@ -121,6 +120,29 @@ class ModelFolder:
                 if isinstance(text, str):
                     tokens[name] = text
         return tokens
+
+    @property
+    def kv_heads(self) -> int | None:
+        """How many heads the cache has, as far as a file says it."""
+        return self._size("num_key_value_heads")
+
+    @property
+    def head_size(self) -> int | None:
+        """The numbers of a head, as far as a file says it."""
+        return self._size("head_size", "head_dim")
+
+    def _size(self, *names: str) -> int | None:
+        for config in (self.genai_config.get("decoder", {}), self._text_config):
+            for name in names:
+                if isinstance(config.get(name), int):
+                    return int(config[name])
+        return None
+
+    @property
+    def _text_config(self) -> dict[str, Any]:
+        """The part of `config.json` on the language model, of those that see or hear besides."""
+        part: dict[str, Any] = self.config.get("text_config", self.config)
+        return part
 
     def find_chat_template(self) -> str | None:
         """The model's chat template: its own file first, then the tokenizer's configuration.

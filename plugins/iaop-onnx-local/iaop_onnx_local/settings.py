@@ -30,8 +30,17 @@ class OnnxLocalSettings:
     use it, else the CPU; results and health say which."""
     threads: int = field(default=0, validator=validators.ge(0))
     """CPU threads of one step. 0: as many as the affinity mask and the cgroup's quota allow."""
-    max_concurrency: int = field(default=4, validator=validators.ge(1))
-    """Answers under way at a time; each has a cache of its own. One more is refused."""
+    max_concurrency: int = field(default=8, validator=validators.ge(1))
+    """Answers under way at a time: the rows of the batch, each with its part of the cache."""
+    max_waiting: int = field(default=64, validator=validators.ge(0))
+    """Further calls that may wait for a row, first come, first served. One more is refused."""
+    prompt_part: int = field(default=64, validator=validators.ge(1))
+    """Tokens of a new prompt that are read between two steps of the answers under way. More let
+    the newcomer begin sooner, and the others wait longer for their next token."""
+    batch_invariant: bool = False
+    """Keeps a text the same to the token whatever else is in the batch, with quantized weights,
+    too: their kernels round otherwise for one row, so a lone answer is computed as one of two,
+    and takes about a fifth longer. In fp32 it is so anyway."""
     max_tokens: int = field(default=256, validator=validators.ge(1))
     """Tokens of an answer at most, where the call doesn't say."""
     context_length: int = field(default=0, validator=validators.ge(0))

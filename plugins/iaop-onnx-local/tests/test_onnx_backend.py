@@ -25,7 +25,6 @@ from iaop_core.errors import (
     ModelLoadError,
 )
 from iaop_onnx_local import OnnxLocalBackend
-from iaop_onnx_local.turns import Turns
 
 Make = Callable[..., OnnxLocalBackend]
 
@@ -169,32 +168,43 @@ def test_recommended_sampling_holds_unless_the_call_says_otherwise(tmp_path: Pat
 # -- several at a time --------------------------------------------------------------------------
 
 
-def test_seeded_answers_are_the_same_alone_and_together(real: OnnxLocalBackend) -> None:
+@pytest.mark.parametrize("weights", ["fp32", "quantized"])
+def test_seeded_answers_are_the_same_alone_and_together(
+    request: pytest.FixtureRequest, weights: str
+) -> None:
+    quantized = weights == "quantized"  # whose kernels round otherwise for one row
+    model = request.getfixturevalue("smollm2" if quantized else "smollm2_fp32")
     params = [{"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": n} for n in range(4)]
-    alone = [real.infer(STORY, params=each).text for each in params]
-    assert len(set(alone)) == 4
+    prompts = [STORY, STORY, "Name three rivers.", STORY + " It begins with a storm at sea."]
     together = [""] * 4
+    with OnnxLocalBackend(device="cpu", batch_invariant=quantized) as backend:
+        backend.load_model(str(model))
+        alone = [
+            backend.infer(prompt, params=each).text
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        assert len(set(alone)) == 4
 
-    def ask(number: int) -> None:
-        together[number] = real.infer(STORY, params=params[number]).text
+        def ask(number: int) -> None:
+            together[number] = backend.infer(prompts[number], params=params[number]).text
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert together == alone
 
 
 def test_one_more_than_the_slots_is_refused(scripted: Make) -> None:
-    backend = scripted([b"a"] * 50, {"max_concurrency": 2})
+    backend = scripted([b"a"] * 500, {"max_concurrency": 2, "max_waiting": 0})
     first, second = backend.stream(PROMPT), backend.stream(PROMPT)
     next(first), next(second)
-    with pytest.raises(BackendUnavailableError, match="all 2 slots") as caught:
+    with pytest.raises(BackendUnavailableError, match="all rows are taken") as caught:
         backend.infer(PROMPT)
     assert caught.value.may_fail_over
     first.close()  # type: ignore[attr-defined]
-    assert backend.infer(PROMPT).text == "a" * 50
+    assert backend.infer(PROMPT, params={"max_tokens": 50}).text == "a" * 50
     del second  # an iterator that is dropped gives its slot back, too
     gc.collect()
     streams = [backend.stream(PROMPT) for _ in range(2)]
@@ -214,24 +224,6 @@ def test_slot_comes_back_after_every_kind_of_end(scripted: Make) -> None:
         never_begun.close()
         assert list(never_begun) == []
     assert backend.infer(PROMPT).finish_reason == "stop"
-
-
-def test_turns_are_taken_in_the_order_of_asking() -> None:
-    turns, order = Turns(), []
-
-    def take(number: int) -> None:
-        with turns:
-            order.append(number)
-
-    with turns:
-        threads = []
-        for number in range(8):
-            threads.append(threading.Thread(target=take, args=(number,)))
-            threads[-1].start()
-            time.sleep(0.02)
-    for thread in threads:
-        thread.join()
-    assert order == list(range(8))
 
 
 def test_short_answer_does_not_wait_for_a_long_one(real: OnnxLocalBackend) -> None:
@@ -270,7 +262,7 @@ def test_cancelling_a_task_stops_the_engine_within_a_second(real: OnnxLocalBacke
         started = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while real._model is not None and real._model.decoder.busy_s:
+        while "running=0" not in real.health_check().detail:
             await asyncio.sleep(0.01)
         return time.monotonic() - started
 
@@ -290,13 +282,22 @@ def test_health_answers_at_once_during_a_long_prompt(real: OnnxLocalBackend) -> 
     thread.join()
 
 
-def test_health_fails_when_a_step_does_not_end(scripted: Make) -> None:
-    backend = scripted([b"a"], {"stall_timeout_s": 5.0})
-    assert backend._model is not None
-    backend._model.decoder.step_began = time.monotonic() - 6
-    health = backend.health_check()
-    assert not health.healthy
-    assert "stalled: one step has been running for 6 s" in health.detail
+def test_health_fails_when_a_step_does_not_end(smollm2: Path) -> None:
+    with OnnxLocalBackend(device="cpu", stall_timeout_s=0.02) as backend:
+        backend.load_model(str(smollm2))
+        assert backend.health_check().healthy
+        stream: Any = backend.stream("word " * 2000)
+        thread = threading.Thread(target=lambda: list(stream))
+        thread.start()
+        deadline = time.monotonic() + 30
+        while (health := backend.health_check()).healthy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        stream.close()
+        thread.join()
+        assert "stalled: no step of the engine has ended for" in health.detail
+        while "running=0" not in backend.health_check().detail:
+            time.sleep(0.001)
+        assert backend.health_check().healthy
 
 
 def test_unloading_ends_the_answers_under_way_with_an_error(real: OnnxLocalBackend) -> None:
@@ -306,7 +307,7 @@ def test_unloading_ends_the_answers_under_way_with_an_error(real: OnnxLocalBacke
         next(stream)
         started = time.monotonic()
         backend.unload()
-        with pytest.raises(BackendUnavailableError, match="was unloaded while it answered"):
+        with pytest.raises(BackendUnavailableError, match="was unloaded before the answer's end"):
             list(stream)
         assert time.monotonic() - started < 1
 

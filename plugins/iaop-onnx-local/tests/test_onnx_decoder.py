@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from one_text import OneText
 from onnx import TensorProto, helper
 from tiny_decoders import TinyDecoder
 
@@ -50,7 +51,7 @@ def open_decoder(path: Path, **sizes: Any) -> Decoder:
 )
 def test_greedy_tokens_equal_those_without_a_cache(tmp_path: Path, tiny: TinyDecoder) -> None:
     decoder = open_decoder(tiny.write(tmp_path / "model.onnx"))
-    text, pending, ids = decoder.open_text(len(PROMPT) + 16), PROMPT, list(PROMPT)
+    text, pending, ids = OneText(decoder), PROMPT, list(PROMPT)
     tolerance = 1e-4 if tiny.type is np.float32 else 0.05
     for _ in range(16):
         logits, expected = text.extend(pending), tiny.logits(ids)
@@ -69,7 +70,7 @@ def test_cache_is_told_in_bytes(tmp_path: Path) -> None:
 def test_texts_do_not_share_a_cache(tmp_path: Path) -> None:
     tiny = TinyDecoder()
     decoder = open_decoder(tiny.write(tmp_path / "model.onnx"))
-    one, other = decoder.open_text(20), decoder.open_text(20)
+    one, other = OneText(decoder), OneText(decoder)
     one.extend([1, 2, 3])
     other.extend([30, 31])
     np.testing.assert_allclose(one.extend([4]), tiny.logits([1, 2, 3, 4]), rtol=1e-4, atol=1e-4)
@@ -78,7 +79,7 @@ def test_texts_do_not_share_a_cache(tmp_path: Path) -> None:
 
 def test_text_takes_no_more_than_its_capacity(tmp_path: Path) -> None:
     decoder = open_decoder(TinyDecoder().write(tmp_path / "model.onnx"))
-    text = decoder.open_text(4)
+    text = OneText(decoder, 4)
     text.extend([1, 2, 3])
     with pytest.raises(ValueError, match="5 tokens"):
         text.extend([1, 2])
@@ -133,7 +134,7 @@ def test_model_that_cannot_be_fed_is_refused_by_name(tmp_path: Path, edit: Any, 
 def test_open_head_size_comes_from_the_configuration(tmp_path: Path) -> None:
     tiny = TinyDecoder()
     decoder = open_decoder(change(tiny.write(tmp_path / "model.onnx"), hide_size), head_size=6)
-    logits = decoder.open_text(8).extend(PROMPT)
+    logits = OneText(decoder).extend(PROMPT)
     np.testing.assert_allclose(logits, tiny.logits(PROMPT), rtol=1e-4, atol=1e-4)
 
 

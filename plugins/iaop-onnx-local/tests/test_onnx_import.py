@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from one_text import OneText
 from tiny_llama import CONTEXT, write_tiny_gguf
 from tokenizers import Tokenizer
 
@@ -26,7 +27,7 @@ def logits_of(folder: Path, ids: list[int], *, steps: bool = False) -> np.ndarra
     """The logits after the ids, taken in one step or one by one."""
     path = folder / "model.onnx"
     opened = open_session(path, device="cpu", threads=1)
-    text = Decoder(opened, path, head_size=None, kv_heads=None).open_text(64)
+    text = OneText(Decoder(opened, path, head_size=None, kv_heads=None))
     if not steps:
         return text.extend(ids).copy()
     for number in ids:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from one_text import OneText
 
 from iaop_onnx_local import OnnxLocalBackend
 from iaop_onnx_local.importer.blocks import dequantize, to_blocks
@@ -23,7 +24,7 @@ SMALL_GAP = 0.2
 
 def greedy(model: LocalModel, answer: dict[str, Any]) -> list[int]:
     """64 tokens after the prompt, past every end."""
-    text = model.decoder.open_text(len(answer["prompt_ids"]) + 64)
+    text = OneText(model.decoder, len(answer["prompt_ids"]) + 64)
     pending, ids = answer["prompt_ids"], []
     for _ in range(64):
         ids.append(int(text.extend(pending).argmax()))
@@ -71,7 +72,7 @@ def test_first_logits_are_near_the_references(
 ) -> None:
     expected = answer["first_step_logits_0_8"]
     for model, tolerance in ((exact, 1e-3), (quantized, 1.0)):
-        logits = model.decoder.open_text(64).extend(answer["prompt_ids"])
+        logits = OneText(model.decoder).extend(answer["prompt_ids"])
         np.testing.assert_allclose(logits[:8], expected, rtol=0, atol=tolerance)
 
 
@@ -89,8 +90,8 @@ def test_backend_says_the_references_text(smollm2_fp32: Path, answer: dict[str, 
 
 def test_prompt_in_chunks_gives_the_same_logits(exact: LocalModel) -> None:
     ids = (ANSWERS[0]["prompt_ids"] * 8)[:300]
-    whole = exact.decoder.open_text(300).extend(ids).copy()
-    text = exact.decoder.open_text(300)
+    whole = OneText(exact.decoder, 300).extend(ids).copy()
+    text = OneText(exact.decoder, 300)
     for start in range(0, 300, 70):
         parts = text.extend(ids[start : start + 70])
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-3)
