@@ -9,13 +9,14 @@ PACKAGES  := iaop_core $(foreach p,$(PLUGINS),plugins/$(p)/$(subst -,_,$(p)))
 PROJECTS  := pyproject.toml $(foreach p,$(PLUGINS),plugins/$(p)/pyproject.toml)
 QUESTION  ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: help demo test check bench alone clean
+.PHONY: help demo test check bench bench-triton alone clean
 
 help:
 	@echo "make demo    ask a real language model a question, in process (sets up $(VENV))"
 	@echo "make test    run all tests, real servers and models included"
 	@echo "make check   lint, types and import rules"
 	@echo "make bench   what the gateway's path costs"
+	@echo "make bench-triton  what gpu-triton costs against tritonclient itself, on a real Triton"
 	@echo "make alone   test each plugin by itself, from built wheels in clean environments"
 
 demo: $(VENV)/demo.stamp
@@ -33,6 +34,9 @@ check: $(VENV)/test.stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python tests/bench_gateway.py
+
+bench-triton: $(VENV)/test.stamp
+	$(BIN)/python plugins/iaop-gpu-triton/bench/bench_triton.py
 
 alone:
 	$(foreach p,$(PLUGINS),.ci/alone $(p) &&) true

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from types import GeneratorType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -33,6 +34,7 @@ __all__ = [
     "core_loop",
     "drive",
     "in_thread",
+    "on_core",
     "on_core_loop",
     "pump",
     "pump_async",
@@ -154,6 +156,43 @@ if hasattr(os, "register_at_fork"):
 def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Run the coroutine on core's loop. Cancelling the future cancels its task."""
     return asyncio.run_coroutine_threadsafe(coroutine, core_loop())
+
+
+async def on_core(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Await the coroutine that `start` makes on core's loop, from a task of another loop.
+
+    Cancelling the task cancels the coroutine. It does what awaiting `submit` does, at less cost.
+    """
+    here, there = asyncio.get_running_loop(), core_loop()
+    answer: asyncio.Future[T] = here.create_future()
+    task: asyncio.Task[T] | None = None
+
+    def begin() -> None:
+        nonlocal task
+        if not answer.cancelled():
+            task = there.create_task(start())
+            task.add_done_callback(ended)
+
+    def ended(task: asyncio.Task[T]) -> None:
+        with suppress(RuntimeError):  # the caller's loop has been closed meanwhile
+            here.call_soon_threadsafe(deliver, task)
+
+    def deliver(task: asyncio.Task[T]) -> None:
+        if answer.done():
+            return
+        if task.cancelled():
+            answer.cancel()
+        elif (error := task.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(task.result())
+
+    there.call_soon_threadsafe(begin)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        there.call_soon_threadsafe(lambda: task.cancel() if task else None)
+        raise
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:

@@ -434,6 +434,8 @@ class GenerationParams:
     @property
     def given(self) -> Mapping[str, Any]:
         """The fields that the caller set, by name."""
+        if self is _UNSET:
+            return {}
         return asdict(self, recurse=False, filter=lambda a, value: value != a.default)
 
     def require_supported(self, supported: frozenset[str], *, backend: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
@@ -63,6 +63,11 @@ class TensorContract(ABC):
         self.streams = metadata.decoupled is not False
         """The model may answer in several responses."""
 
+    def _listed(self, values: Mapping[str, object]) -> tuple[Tensor, ...]:
+        """The values whose tensors the model lists."""
+        inputs = self._inputs
+        return tuple(tensor(inputs[name], values[name]) for name in values if name in inputs)
+
     @abstractmethod
     def request(
         self, prompt: str, params: GenerationParams, *, max_tokens: int, streamed: bool
@@ -95,7 +100,7 @@ def refused(metadata: ModelMetadata, reason: str) -> ModelLoadError:
     """The error for a model whose tensors can't be used, telling them all."""
     return ModelLoadError(
         f"model {metadata.name!r} can't be used: {reason}. Its inputs are "
-        f"{_listed(metadata.inputs.values())}; its outputs {_listed(metadata.outputs.values())}",
+        f"{_shown(metadata.inputs.values())}; its outputs {_shown(metadata.outputs.values())}",
         backend=NAME,
         model=metadata.name,
     )
@@ -137,7 +142,7 @@ def _converted(spec: TensorSpec, value: object, param: str) -> Value:
     )
 
 
-def _listed(specs: Iterable[TensorSpec]) -> str:
+def _shown(specs: Iterable[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} ({spec.datatype})" for spec in specs) or "none"
 
 

@@ -64,6 +64,7 @@ _STRUCTS = {
         "FP64": "d",
     }.items()
 }
+_SKELETONS = 64  # kept of requests with the same tensors
 _LENGTH = _STRUCTS["UINT32"]
 
 
@@ -82,6 +83,7 @@ class GrpcTransport:
         self._connect_timeout_s = settings.connect_timeout_ms / 1000
         self._readers: set[asyncio.Task[None]] = set()
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._skeletons: dict[Any, Any] = {}
         self._closed = False
         self._open()
 
@@ -213,10 +215,11 @@ class GrpcTransport:
         prompt: str,
         single: bool,
     ) -> ResponseStream:
-        request = _request(model, version, tensors)
+        request = self._request(model, version, tensors)
         if (size := request.ByteSize()) > self._settings.max_message_bytes:
             raise _errors.request_too_large(size, self._settings.max_message_bytes)
-        await self._connect(self._connect_timeout_s)
+        if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+            await self._connect(self._connect_timeout_s)
         if self._closed:
             raise _errors.unreachable(self._shown, "the backend was unloaded")
         stream = ResponseStream()
@@ -238,6 +241,23 @@ class GrpcTransport:
 
         stream.on_leave = leave
         return stream
+
+    def _request(self, model: str, version: str, tensors: Sequence[Tensor]) -> Any:
+        """The request; what is the same in most of them is put together once."""
+        key = (model, version, *((t.spec, len(t.values)) for t in tensors))
+        skeleton = self._skeletons.get(key)
+        if skeleton is None:
+            skeleton = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+            for t in tensors:
+                skeleton.inputs.add(name=t.spec.name, datatype=t.spec.datatype, shape=t.shape)
+            if len(self._skeletons) >= _SKELETONS:
+                self._skeletons.clear()
+            self._skeletons[key] = skeleton
+        request = service_pb2.ModelInferRequest()
+        request.CopyFrom(skeleton)
+        request.id = uuid.uuid4().hex
+        request.raw_input_contents.extend(map(_packed, tensors))
+        return request
 
     def _failed(
         self,
@@ -374,17 +394,6 @@ async def _only(request: Any) -> AsyncIterator[Any]:
 
 def _specs(tensors: Any) -> dict[str, TensorSpec]:
     return {t.name: TensorSpec(t.name, t.datatype, tuple(t.shape)) for t in tensors}
-
-
-def _request(model: str, version: str, tensors: Sequence[Tensor]) -> Any:
-    request = service_pb2.ModelInferRequest(
-        model_name=model, model_version=version, id=uuid.uuid4().hex
-    )
-    for tensor in tensors:
-        spec = tensor.spec
-        request.inputs.add(name=spec.name, datatype=spec.datatype, shape=tensor.shape)
-        request.raw_input_contents.append(_packed(tensor))
-    return request
 
 
 def _packed(tensor: Tensor) -> bytes:

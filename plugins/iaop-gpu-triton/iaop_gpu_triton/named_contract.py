@@ -76,12 +76,16 @@ class NamedContract(TensorContract):
         self.params = frozenset(self._param_names)
         self.keeps_stop = names.keeps_stop
         self.repeats_prompt = names.excludes_prompt not in metadata.inputs
-        self._always: dict[str, object] = {
+        always: dict[str, object] = {
             names.excludes_prompt: True,
             **dict.fromkeys(self.wishes, True),
             **{name: "" for name in names.empty_texts if name in metadata.required},
         }
-        sent = {names.prompt, names.stream, self._param_names.get("max_tokens"), *self._always}
+        self._always = self._listed(always)
+        self._stream = {
+            flag: self._listed({names.stream: flag and self.streams}) for flag in (True, False)
+        }
+        sent = {names.prompt, names.stream, self._param_names.get("max_tokens"), *always}
         if missing := sorted(metadata.required - sent):
             raise refused(
                 metadata,
@@ -94,15 +98,12 @@ class NamedContract(TensorContract):
         wanted = {**params.given, "max_tokens": max_tokens}
         if self._names.greedy_by_top_k and wanted.get("temperature") == 0:
             wanted.setdefault("top_k", 1)
-        values = {
-            **self._always,
-            self._names.prompt: prompt,
-            self._names.stream: streamed and self.streams,
-        }
-        inputs, tensors = self._inputs, []
+        inputs = self._inputs
+        tensors = [tensor(inputs[self._names.prompt], prompt)]
+        filled = set()
         for param, value in wanted.items():
             if name := self._param_names.get(param):
-                values.pop(name, None)
+                filled.add(name)
                 tensors.append(tensor(inputs[name], value, param))
-        tensors += [tensor(inputs[name], values[name]) for name in values if name in inputs]
-        return tuple(tensors)
+        rest = (*self._stream[streamed], *self._always)
+        return (*tensors, *(each for each in rest if each.spec.name not in filled))

@@ -16,7 +16,7 @@ INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
 """The least and the greatest value of each integer datatype."""
 
 
-@frozen
+@frozen(cache_hash=True)
 class TensorSpec:
     """A tensor as a model's metadata declares it; a dimension of -1 is free."""
 

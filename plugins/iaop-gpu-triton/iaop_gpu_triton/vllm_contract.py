@@ -22,20 +22,20 @@ class VllmContract(TensorContract):
 
     def __init__(self, metadata: ModelMetadata) -> None:
         super().__init__(metadata, prompt="text_input", answer="text_output")
+        self._excludes_input = "exclude_input_in_output" in metadata.inputs
+        self._always = self._listed(dict.fromkeys(("exclude_input_in_output", *self.wishes), True))
+        self._stream = {flag: self._listed({"stream": flag}) for flag in (True, False)}
 
     def request(
         self, prompt: str, params: GenerationParams, *, max_tokens: int, streamed: bool
     ) -> tuple[Tensor, ...]:
-        excludes_input = "exclude_input_in_output" in self._inputs
         sampling = {**params.given, "max_tokens": max_tokens}
-        values: dict[str, object] = {
-            "text_input": prompt,
-            # A plain answer of a model that can't leave out its input would begin with the prompt,
-            # a streamed one does not: its parts are asked for and joined.
-            "stream": streamed or not excludes_input,
-            "sampling_parameters": json.dumps(sampling, ensure_ascii=False),
-            "exclude_input_in_output": True,
-            **dict.fromkeys(self.wishes, True),
-        }
-        inputs = self._inputs
-        return tuple(tensor(inputs[name], values[name]) for name in values if name in inputs)
+        # A plain answer of a model that can't leave out its input would begin with the prompt, a
+        # streamed one does not: its parts are asked for and joined.
+        stream = self._stream[streamed or not self._excludes_input]
+        return (
+            tensor(self._inputs["text_input"], prompt),
+            tensor(self._inputs["sampling_parameters"], json.dumps(sampling, ensure_ascii=False)),
+            *stream,
+            *self._always,
+        )
