@@ -16,6 +16,8 @@ from iaop_onnx_local.text_stream import Utf8Stream
 __all__ = ["TextTokenizer"]
 
 _PRIVATE_USE: Final = range(0xE000, 0xF8FF)
+_BEFORE: Final = "\x02"
+"""Stands for the text before a continuation: no model merges it with anything."""
 
 
 class TextTokenizer:
@@ -47,6 +49,10 @@ class TextTokenizer:
         self._controls = re.compile("|".join(map(re.escape, longest_first))) if controls else None
         self._bytes: dict[int, bytes] = dict.fromkeys(controls, b"")
         self._bos = self._find_bos()
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        """One more than the highest token id; a model may have more logits."""
+        self.control_ids = frozenset(controls)
+        """Tokens that add nothing to the text."""
 
     def guard(self, texts: Sequence[str]) -> tuple[list[str], str]:
         """Marks the texts of control tokens inside messages, so that they stay plain text.
@@ -84,6 +90,23 @@ class TextTokenizer:
             ids.insert(0, self._bos)
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Encodes text that goes on after other text, with no control tokens.
+
+        Returns:
+            The ids, whose bytes are exactly the text's; none when the tokenizer has no such ids.
+        """
+        before = self._plain_tokenizer.encode(_BEFORE, add_special_tokens=False).ids
+        ids = self._plain_tokenizer.encode(_BEFORE + text, add_special_tokens=False).ids
+        ids = ids[len(before) :]
+        return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else []
+
+    def token_text(self, token_id: int) -> str:
+        """The token to show by itself: a control token's name, U+FFFD for a part of a character."""
+        if token_id in self.control_ids:
+            return self._tokenizer.id_to_token(token_id) or ""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; none for a control token."""
         found = self._bytes.get(token_id)
@@ -92,6 +115,11 @@ class TextTokenizer:
             found = b"" if token is None else self._read_bytes(token)
             self._bytes[token_id] = found
         return found
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a space that begins a text is no part of it."""
+        return self._drops_space
 
     def open_text(self) -> Utf8Stream:
         """The decoder for the bytes of one answer."""

@@ -1,0 +1,291 @@
+"""Keeps an answer in its form, JSON or a grammar: says at each position which tokens may come.
+
+llguidance computes that. Of the libraries that do, it needs nothing else (xgrammar needs PyTorch
+and transformers), takes recursive schemas and context-free grammars (outlines-core, which makes
+regular expressions of schemas, does not), is ready in a millisecond where outlines-core walks the
+vocabulary for a second, and refuses the keywords that it can't enforce. It is under the MIT licence
+and has wheels for Linux, macOS and Windows that fit every Python from 3.9 on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from iaop_core import GenerationParams
+from iaop_core.errors import CapabilityNotSupportedError, InvalidRequestError
+from iaop_onnx_local.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["MAX_FORM_CHARACTERS", "Constraint", "ConstraintFactory"]
+
+MAX_FORM_CHARACTERS: Final = 65_536
+"""Of a schema, as JSON, or of a grammar. The worst of this size take about half a second."""
+
+_MAX_MULTIPLE: Final = 50_000
+"""Of all `multipleOf` together: llguidance makes as many states, and nothing else limits them."""
+
+_LIMITS: Final = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") != 0,
+    np.float32(np.inf),
+    np.float32(-np.inf),
+)
+"""For each byte of a bit mask, the most that the logits of its eight tokens may be."""
+
+
+# What llguidance's messages may be shown of: they go on with what the caller wrote.
+_REASON: Final = re.compile(r"(?:at )?(?:(\d+)\((\d+)\):\s*)?([A-Za-z& -]+)")
+_NOT_ENFORCED: Final = frozenset(
+    [
+        "contains",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+        "maxContains",
+        "minContains",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    ]
+)
+
+
+class Constraint:
+    """Which tokens may come next in one answer; `ConstraintFactory.open` makes one.
+
+    One thread at a time may use it. The end is allowed where the form is complete, and nothing
+    else is once it can't go on. An answer that a limit cuts has only the beginning of its form.
+
+    Args:
+        matcher: llguidance's state of the answer.
+        tokens: the vocabulary's size.
+        barred: tokens that may not begin the answer.
+        param: the parameter that gave the form, for errors.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, tokens: int, barred: NDArray[np.int64], param: str
+    ) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros((tokens + 31) // 32 * 4, np.uint8)
+        self._tokens = tokens
+        self._barred = barred
+        self._param = param
+
+    def mask(self, logits: NDArray[np.float32]) -> None:
+        """Sets the logits `[vocabulary]` of tokens that may not come to minus infinity, in place.
+
+        Raises:
+            InvalidRequestError: the form has become too complex to be followed.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        tokens = min(self._tokens, len(logits))
+        limits = _LIMITS.take(self._bits, axis=0).reshape(-1)[:tokens]
+        np.minimum(logits[:tokens], limits, out=logits[:tokens])
+        logits[tokens:] = -np.inf  # a model may have more logits than tokens
+        logits[self._barred] = -np.inf
+
+    def advance(self, token_id: int) -> None:
+        """Takes the token that was chosen, one of those allowed.
+
+        Raises:
+            InvalidRequestError: the form has become too complex to be followed.
+        """
+        self._matcher.consume_token(token_id)
+        self._check()
+        self._barred = self._barred[:0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the form is complete and can't go on: only the end may follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refusal(self._param, _reason(self._matcher.get_error()))
+
+
+class ConstraintFactory:
+    """Opens the constraints of a model's answers.
+
+    The first answer that asks for one has the vocabulary read, which takes some tenths of a
+    second; models that are never asked need neither the time nor llguidance.
+
+    Args:
+        tokenizer: the model's.
+        end_token_ids: the tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, end_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_token_ids = sorted(end_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._barred = np.zeros(0, np.int64)
+
+    def open(self, params: GenerationParams) -> Constraint | None:
+        """The constraint that `response_format` or `grammar` asks for; None for neither.
+
+        JSON is written on one line, with one space after each `,` and `:`, and its objects have
+        the properties in the schema's order.
+
+        Raises:
+            InvalidRequestError: the schema or grammar is malformed, too large, can't be fulfilled,
+                or has a keyword that can't be enforced.
+            CapabilityNotSupportedError: the model has no end token, which could end the form.
+        """
+        if params.response_format is None and params.grammar is None:
+            return None
+        from llguidance import LLMatcher
+
+        param = "response_format" if params.grammar is None else "grammar"
+        if not self._end_token_ids:
+            raise CapabilityNotSupportedError(
+                f"the model names no end token, so no answer can be held to a {param}",
+                capability=param,
+            )
+        grammar = _lark(params.grammar) if params.grammar is not None else _json_grammar(params)
+        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
+        tokens = self._tokenizer.size
+        constraint = Constraint(matcher, tokens, self._barred, param)
+        allowed = np.zeros(tokens, np.float32)
+        constraint.mask(allowed)
+        if allowed.max() == -np.inf:
+            raise _refusal(param, "no token of the model can begin it")
+        return constraint
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        with self._lock:
+            if self._vocabulary is None:
+                vocabulary = _Vocabulary(self._tokenizer, self._end_token_ids[0])
+                self._vocabulary = LLTokenizer(
+                    TokenizerWrapper(vocabulary),
+                    eos_token=self._end_token_ids,
+                    slices=LLTokenizer.json_slices(),
+                )
+                if self._tokenizer.drops_first_space:
+                    # Such a space would be seen by the form, and not be in the text.
+                    spaced = [t for t, data in enumerate(vocabulary.tokens) if data[:1] == b" "]
+                    self._barred = np.array(spaced, np.int64)
+            return self._vocabulary
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: TextTokenizer, end_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end_token_id
+        self.special_token_ids = sorted(tokenizer.control_ids)
+        # Control tokens go by their names, by which a grammar may call them.
+        self.tokens = [
+            tokenizer.token_text(token).encode()
+            if token in tokenizer.control_ids
+            else tokenizer.token_bytes(token)
+            for token in range(tokenizer.size)
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode_continuation(text)
+
+
+def _json_grammar(params: GenerationParams) -> str:
+    from llguidance import LLMatcher
+
+    wanted = params.response_format
+    schema: Mapping[str, Any] = {"type": "object"}
+    if wanted is not None and wanted.json_schema is not None:
+        schema = wanted.json_schema.schema
+    text = json.dumps(schema, ensure_ascii=False)
+    _check_size("response_format", text)
+    if (states := _multiples(schema)) > _MAX_MULTIPLE:
+        raise _refusal(
+            "response_format",
+            f"its multipleOf have a least common multiple of {states} units, and at most "
+            f"{_MAX_MULTIPLE} can be followed",
+        )
+    # White space at will would invite small models to write it for ever.
+    return LLMatcher.grammar_from_json_schema(
+        text,
+        overrides={
+            "whitespace_flexible": False,
+            "item_separator": ", ",
+            "key_separator": ": ",
+            "lenient": False,
+        },
+    )
+
+
+def _lark(grammar: str) -> str:
+    from llguidance import LLMatcher
+
+    _check_size("grammar", grammar)
+    if "%json" in grammar and re.search(r"multipleOf|\\u", grammar):
+        raise _refusal(
+            "grammar",
+            "multipleOf and Unicode escapes can't be in a %json; a response_format may have them",
+        )
+    return LLMatcher.grammar_from_lark(grammar)
+
+
+def _check_size(param: str, text: str) -> None:
+    if len(text) > MAX_FORM_CHARACTERS:
+        raise _refusal(param, f"it has {len(text)} characters, and may have {MAX_FORM_CHARACTERS}")
+
+
+def _multiples(schema: Mapping[str, Any]) -> int:
+    """The least common multiple of all `multipleOf`, in units of their last decimal place."""
+    numbers = [Fraction(str(number)) for number in _find_multiples(schema)]
+    unit = math.lcm(*(number.denominator for number in numbers))
+    return math.lcm(*(int(number * unit) for number in numbers))
+
+
+def _find_multiples(schema: Mapping[str, Any]) -> Iterator[float]:
+    rest: list[Any] = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, list):
+            rest += part
+        elif isinstance(part, dict):
+            number = part.get("multipleOf")
+            if isinstance(number, int | float) and number is not True and number > 0:
+                yield number
+            rest += part.values()
+
+
+def _reason(message: str) -> str:
+    """Of llguidance's message what is not the caller's own text: its place, kind and keywords."""
+    found = _REASON.match(message)
+    line, column, kind = found.groups() if found else (None, None, "")
+    keywords = sorted(_NOT_ENFORCED.intersection(re.findall(r'"(\w+)"', message)))
+    reason = kind.strip() or "llguidance refuses it"
+    if "Unimplemented" in reason and keywords:
+        reason = f"the keywords {', '.join(keywords)} can't be enforced"
+    return reason + (f" (line {line}, column {column})" if line else "")
+
+
+def _refusal(param: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the answer can't be held to this {param}: {why}", param=param)
