@@ -9,7 +9,7 @@ PACKAGES  := iaop_core $(foreach p,$(PLUGINS),plugins/$(p)/$(subst -,_,$(p)))
 PROJECTS  := pyproject.toml $(foreach p,$(PLUGINS),plugins/$(p)/pyproject.toml)
 QUESTION  ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: help demo test check bench bench-triton alone clean
+.PHONY: help demo test check bench bench-triton bench-onnx alone clean
 
 help:
 	@echo "make demo    ask a real language model a question, in process (sets up $(VENV))"
@@ -17,6 +17,7 @@ help:
 	@echo "make check   lint, types and import rules"
 	@echo "make bench   what the gateway's path costs"
 	@echo "make bench-triton  what gpu-triton costs against tritonclient itself, on a real Triton"
+	@echo "make bench-onnx    onnx-local beside other engines, on an idle machine (40 minutes)"
 	@echo "make alone   test each plugin by itself, from built wheels in clean environments"
 
 demo: $(VENV)/demo.stamp
@@ -37,6 +38,9 @@ bench: $(VENV)/test.stamp
 
 bench-triton: $(VENV)/test.stamp
 	$(BIN)/python plugins/iaop-gpu-triton/bench/bench_triton.py
+
+bench-onnx: $(VENV)/test.stamp
+	$(BIN)/python plugins/iaop-onnx-local/bench $(OPTIONS)
 
 alone:
 	$(foreach p,$(PLUGINS),.ci/alone $(p) &&) true

@@ -1,16 +1,15 @@
 """Measures the `onnx-local` backend beside other engines, on the same model and thread count.
 
-    make bench-onnx                                     everything: half an hour
-    .venv/bin/python plugins/iaop-onnx-local/bench --case alone --model gguf --rounds 3
-
-What it needs is installed and downloaded into the cache folder the first time. The figures are
-worth what the machine's rest is: it waits for the machine to be idle, takes a measurement again
-when others had a part of the CPU, and tells at the end which ones they disturbed all the same.
+What it needs is installed and downloaded into the cache folder the first time. It waits for the
+machine to be idle, takes a measurement again when others had a part of the CPU, and tells at the
+end which ones they disturbed all the same. All cases on all models take about 40 minutes;
+docs/performance.md explains them.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +70,8 @@ def main(
     patience: float,
     json_file: Path | None,
 ) -> None:
+    # Engines stand still while they are not measured: they are woken and ended on every way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for environment in ("genai", "llamacpp"):
         make_environment(environment)
     versions: dict[str, str] = {}
@@ -83,7 +84,7 @@ def main(
         measurer = Measurer(prompts.make("warm-up", 24, 16), patience)
         bench = Bench(model, prompts, measurer, threads, rounds, versions)
         for name, case in CASES.items():
-            # Lengths that vary, newcomers and prefixes are the engine's affair, not the weights'.
+            # The other cases ask about scheduling, which is the same for all weights.
             if name in cases or (not cases and (model.gguf or name in ("alone", "together"))):
                 section = case(bench)
                 click.echo(section_as_text(section))

@@ -48,4 +48,4 @@ def joint_decode_rate(answers: Sequence[Answer]) -> float:
         pieces = answer["pieces"]
         within = sum(began < piece <= ended for piece in pieces)
         tokens += within * answer["count"] / len(pieces)  # a piece can hold several tokens
-    return tokens / (ended - began)
+    return float(tokens / (ended - began))

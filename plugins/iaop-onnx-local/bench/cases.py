@@ -65,8 +65,14 @@ class Bench:
     """Filled in as engines are started."""
 
     @contextmanager
-    def engines(self, *names: str, slots: int = 1) -> Iterator[list[EngineProcess]]:
-        """Starts engines; llama.cpp only where the model has a GGUF file."""
+    def engines(self, *names: str, slots: int = 1, **loop: bool) -> Iterator[list[EngineProcess]]:
+        """Starts engines; llama.cpp only where the model has a GGUF file.
+
+        Args:
+            names: which.
+            slots: how many requests llama.cpp takes at once.
+            loop: further settings of the session.run loop.
+        """
         common: dict[str, Any] = {"threads": self.threads}
         onnx = {**common, "model": str(self.model.folder), "end_ids": self.prompts.end_ids}
         with ExitStack() as stack:
@@ -77,8 +83,10 @@ class Bench:
                 python, script = Path(sys.executable), _SCRIPTS[name]
                 if name in (GENAI, LLAMA):
                     python = make_environment(script.removesuffix(".py"))
-                gguf = {**common, "model": str(self.model.gguf), "slots": slots}
-                engine = EngineProcess(name, python, script, **(gguf if name == LLAMA else onnx))
+                settings = {**onnx, **loop} if name == LOOP else onnx
+                if name == LLAMA:
+                    settings = {**common, "model": str(self.model.gguf), "slots": slots}
+                engine = EngineProcess(name, python, script, **settings)
                 stack.callback(engine.close)
                 self.versions.update(engine.versions)
                 started.append(engine)
@@ -89,7 +97,7 @@ class Bench:
         return answer["text"] if "text" in answer else self.prompts.decode(answer["ids"])
 
     def title(self, what: str, rounds: int) -> str:
-        return f"{self.model.title}: {what}; medians of {rounds} rounds"
+        return f"{self.model.title}: {what}; medians of {rounds} round(s)"
 
     def lone_requests(self, seed: str) -> list[Request]:
         return [self.prompts.make(seed, PROMPT, NEW)]
@@ -287,8 +295,36 @@ def prefix(bench: Bench) -> Section:
     )
 
 
+def profile(bench: Bench) -> Section:
+    """Where the time of `session.run` goes in a decoding step, by kind of operator."""
+    rows, figures = [], []
+    for rows_at_once in (1, TOGETHER):
+        with bench.engines(LOOP, profiled=True) as (loop,):
+
+            def work(
+                seed: str, loop: EngineProcess = loop, size: int = rows_at_once
+            ) -> dict[str, float]:
+                loop.call("run", requests=bench.joint_requests(seed)[:size])
+                times: dict[str, float] = loop.call("operator_times", last_runs=NEW - 1)
+                return times
+
+            times = bench.measurer.measure(loop, f"{bench.model.name}, profile", work, once=True)
+        whole_s = times.pop("whole")
+        for kind, seconds in sorted(times.items(), key=lambda item: -item[1])[:8]:
+            share = {"% of step": [100 * seconds / whole_s]}
+            rows.append(Row(f"{kind}, batch of {rows_at_once}", share))
+        between = 1 - sum(times.values()) / whole_s
+        figures.append(Figure(f"share of no operator, batch of {rows_at_once}", between))
+    return Section(
+        f"{bench.model.title}: session.run in a decoding step, by operator",
+        rows,
+        figures,
+        ["taken with ONNX Runtime's profiler on, which costs most where operators are short"],
+    )
+
+
 CASES: Final[dict[str, Callable[[Bench], Section]]] = {
-    case.__name__: case for case in (alone, together, mixed, newcomer, prefix)
+    case.__name__: case for case in (alone, together, mixed, newcomer, prefix, profile)
 }
 
 

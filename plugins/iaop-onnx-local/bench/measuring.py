@@ -35,13 +35,15 @@ class Measurer:
     disturbed: list[str] = field(factory=list, init=False)
     """What was measured in spite of others."""
 
-    def measure(self, engine: EngineProcess, seed: str, work: Callable[[str], _T]) -> _T:
+    def measure(
+        self, engine: EngineProcess, seed: str, work: Callable[[str], _T], *, once: bool = False
+    ) -> _T:
         """Measures the work of one engine while the others stand still.
 
         A disturbed measurement is taken again, three times at most, each time with prompts of its
-        own: `work` gets a seed for them.
+        own: `work` gets a seed for them. With `once` it is not.
         """
-        for attempt in range(_TRIES if self.patience_s else 1):
+        for attempt in range(_TRIES if self.patience_s and not once else 1):
             wait_until_idle(DISTURBED, patience_s=self.patience_s)
             engine.resume()
             try:

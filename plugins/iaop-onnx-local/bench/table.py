@@ -59,17 +59,21 @@ class Section:
 def section_as_text(section: Section) -> str:
     """The rows' medians, then the figures, then the notes."""
     columns = list(dict.fromkeys(column for row in section.rows for column in row.samples))
-    lines = ["", section.title, f"  {'':24}" + "".join(f"{column:>20}" for column in columns)]
+    width = max(map(len, _labels(section)))
+    lines = ["", section.title, f"  {'':{width}}" + "".join(f"{name:>18}" for name in columns)]
     for row in section.rows:
-        cells = [f"{row.median(column):20.1f}" for column in columns]
-        lines.append(f"  {row.label:24}" + "".join(cells))
-    width = max(len(figure.name) for figure in section.figures)
+        cells = "".join(f"{row.median(column):18.1f}" for column in columns)
+        lines.append(f"  {row.label:{width}}{cells}")
     lines += [
-        f"  {figure.name:{width}} {figure.value:6.2f}  {figure.verdict}".rstrip()
+        f"  {figure.name:{width}}{figure.value:18.2f}  {figure.verdict}".rstrip()
         for figure in section.figures
     ]
     lines += [f"  {note}" for note in section.notes]
     return "\n".join(lines)
+
+
+def _labels(section: Section) -> list[str]:
+    return [row.label for row in section.rows] + [figure.name for figure in section.figures]
 
 
 def section_as_json(section: Section) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from protocol import Answer, Clock, Request, serve
 
 
 class SessionLoop:
-    def load(self, *, model: str, threads: int, end_ids: list[int]) -> dict[str, Any]:
+    def load(
+        self, *, model: str, threads: int, end_ids: list[int], profiled: bool = False
+    ) -> dict[str, Any]:
         config = json.loads((Path(model) / "genai_config.json").read_text("utf-8"))["model"]
         decoder = config["decoder"]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+        options.enable_profiling = profiled
+        options.profile_file_prefix = str(Path(tempfile.gettempdir()) / "bench-onnx")
         self._session = onnxruntime.InferenceSession(
             str(Path(model) / decoder["filename"]), options, providers=["CPUExecutionProvider"]
         )
@@ -76,6 +81,19 @@ class SessionLoop:
             }
             for row in range(rows)
         ]
+
+    def operator_times(self, last_runs: int) -> dict[str, float]:
+        """Ends profiling; seconds of each kind of operator in the last runs, and of the `whole`."""
+        file = Path(self._session.end_profiling())
+        events = json.loads(file.read_text("utf-8"))
+        file.unlink()
+        runs = [event for event in events if event["name"] == "model_run"][-last_runs:]
+        times = {"whole": sum(run["dur"] for run in runs) / 1e6}
+        for event in events:
+            if event["name"].endswith("_kernel_time") and event["ts"] >= runs[0]["ts"]:
+                kind = event["args"]["op_name"]
+                times[kind] = times.get(kind, 0.0) + event["dur"] / 1e6
+        return times
 
 
 if __name__ == "__main__":
