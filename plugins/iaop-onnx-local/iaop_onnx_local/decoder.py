@@ -7,9 +7,8 @@ configuration only fills in a size that a graph leaves open.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from attrs import frozen
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from iaop_onnx_local.operators import find_operators
 from iaop_onnx_local.session import OpenSession
 
-__all__ = ["CacheTensor", "Decoder", "UnknownInputError"]
+__all__ = ["CacheTensor", "Decoder", "Feed", "UnknownInputError"]
 
 _PAST: Final = re.compile(r"past(?:_key_values?)?\.(\d+)\.(?:decoder\.)?(key|value)")
 _PRESENT: Final = re.compile(r"present(?:_key_values?)?\.(\d+)\.(?:decoder\.)?(key|value)")
@@ -29,6 +28,9 @@ _TYPES: Final[dict[str, type[np.generic]]] = {
     "tensor(int32)": np.int32,
     "tensor(bool)": np.bool_,
 }
+Feed: TypeAlias = dict[str, NDArray[Any]]
+"""Inputs by name."""
+
 _LAST_POSITIONS: Final = ("num_logits_to_keep", "logits_to_keep")
 """Inputs that say of how many last positions logits are wanted."""
 _FED: Final = frozenset(
@@ -82,9 +84,11 @@ class Decoder:
         inputs = {entry.name: entry for entry in self.session.get_inputs()}
         outputs = {entry.name: entry for entry in self.session.get_outputs()}
         self.cache = _cache_tensors(inputs, outputs, head_size, kv_heads)
-        self._shapes = {name: tuple(inputs[name].shape) for name in _FED & inputs.keys()}
-        self._types = {name: _type_of(inputs[name]) for name in self._shapes}
-        unknown = inputs.keys() - self._types.keys() - {tensor.past for tensor in self.cache}
+        self._fed = {
+            name: (len(inputs[name].shape), _type_of(inputs[name])) for name in _FED & inputs.keys()
+        }
+        """The axes and the type of each input that is fed."""
+        unknown = inputs.keys() - self._fed.keys() - {tensor.past for tensor in self.cache}
         if unknown:
             raise UnknownInputError(f"it has an input {min(unknown)!r}, which can't be fed")
         if "input_ids" not in inputs:
@@ -98,7 +102,7 @@ class Decoder:
         self.vocabulary: int = shape[-1]
         # A graph that makes the last position's logits alone says 1 here, others "sequence_length".
         self.last_logits_only = shape[1] == 1 or not inputs.keys().isdisjoint(_LAST_POSITIONS)
-        self.takes_padding = {"attention_mask", "position_ids"} <= self._types.keys()
+        self.takes_padding = {"attention_mask", "position_ids"} <= self._fed.keys()
         """Whether the graph is told which positions of a row count, and where they stand."""
 
     @property
@@ -106,39 +110,38 @@ class Decoder:
         """Memory that one token of a text takes while its answer is made."""
         return sum(tensor.bytes_per_token for tensor in self.cache)
 
-    def feed(
-        self,
-        binding: Any,
-        token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        make_mask: Callable[[], NDArray[np.bool_]],
-    ) -> None:
-        """Binds everything but the cache.
+    def feed(self, binding: Any, ids: NDArray[Any], starts: NDArray[Any], mask: Any) -> Feed:
+        """Binds everything but the cache and the logits.
 
         Args:
             binding: the session's.
-            token_ids: `[rows, new]`.
+            ids: the new tokens, `[rows, new]`.
             starts: how many tokens each row holds already, `[rows]`.
-            make_mask: makes the mask `[rows, past + new]` of the positions that count.
+            mask: which positions count, `[rows, past + new]` or wider.
+
+        Returns:
+            The arrays that were bound. On the CPU their memory itself is.
         """
-        types = self._types
-        self._bind(binding, "input_ids", token_ids)
-        if "attention_mask" in types:
-            self._bind(binding, "attention_mask", make_mask())
-        if "position_ids" in types:
-            places = np.arange(token_ids.shape[1], dtype=np.int64)
-            self._bind(binding, "position_ids", starts[:, None] + places)
-        for name in types.keys() - {"input_ids", "attention_mask", "position_ids"}:
-            value = bool(starts.any()) if name == "use_cache_branch" else 1
-            self._bind(binding, name, np.full([1] * len(self._shapes[name]), value))
+        places = np.arange(ids.shape[1])
+        values = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": starts[:, None] + places,
+        }
+        values["use_cache_branch"] = np.atleast_1d(starts.any())
+        values |= dict.fromkeys(_LAST_POSITIONS, np.ones(1))
+        feed = {}
+        for name, (axes, kind) in self._fed.items():
+            value = values[name] if axes else values[name].reshape(())
+            feed[name] = np.array(value, kind, order="C")
+        for name, value in feed.items():
+            # The binding keeps the array alive until the next one takes its place.
+            binding.bind_cpu_input(name, value)
+        return feed
 
     def run(self, binding: Any, options: Any) -> None:
         """Runs one step. Raises what ONNX Runtime raises, also when `options` say to terminate."""
         self.session.run_with_iobinding(binding, options)
-
-    def _bind(self, binding: Any, name: str, value: NDArray[Any]) -> None:
-        # The binding keeps the array alive until the next one takes its place.
-        binding.bind_cpu_input(name, np.ascontiguousarray(value, self._types[name]))
 
 
 def _cache_tensors(

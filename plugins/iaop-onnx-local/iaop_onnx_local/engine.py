@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 _LONE_PART: Final = 256
 """Prompt tokens of a round when nobody waits for a token."""
+_LEAST_PART: Final = 2
+"""Prompt tokens of a run: the kernels for quantized weights round otherwise for one row than for
+several, and a prompt must come out the same however it is cut, or how much of it is known."""
 _WORTH_COPYING: Final = 16
 """Tokens: reading fewer is as fast as copying what another row holds of them."""
 
@@ -211,6 +214,8 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Reads as much of the newcomers' prompts as a round may."""
+        if self._reading is None and not self._waiting:
+            return
         left = self._prompt_part if self._running() else _LONE_PART
         while left > 0:
             row = self._reading
@@ -219,7 +224,7 @@ class Engine:
                 if row is None:
                     return
             assert row.ticket is not None
-            part = row.ticket.job.prompt_ids[len(row.ids) :][:left]
+            part = _part(row.ticket.job.prompt_ids[len(row.ids) :], left)
             left -= len(part)
             try:
                 logits = self._cache.extend(row.index, part, row.ticket.options)
@@ -242,8 +247,8 @@ class Engine:
                 return None
             ticket = self._waiting.popleft()
             prompt = ticket.job.prompt_ids
-            # One token has to be read anyway: the logits after it are wanted.
-            shared = {row.index: _common(row.ids, prompt[:-1]) for row in self._rows}
+            # The last part has to be read anyway: the logits after it are wanted.
+            shared = {row.index: _common(row.ids, prompt[:-_LEAST_PART]) for row in self._rows}
             row = _least_loss(free, shared)
             self._seated += 1
             row.ticket, row.used_at = ticket, self._seated
@@ -287,9 +292,9 @@ class Engine:
 
         A gap is left for a newcomer, where there is one.
         """
-        while rows and not self._waiting and not self._reading:
+        while rows and rows[-1].index - rows[0].index >= len(rows):
             gaps = [row for row in self._rows[rows[0].index : rows[-1].index] if not row.ticket]
-            if not gaps:
+            if not gaps or self._waiting or self._reading:
                 break
             gap, last = gaps[0], rows[-1]
             self._copy(last, gap, len(last.ids))
@@ -328,6 +333,12 @@ def _least_loss(free: Sequence[_Row], shared: Mapping[int, int]) -> _Row:
     if continued:
         return max(continued, key=lambda row: len(row.ids))
     return min(free, key=lambda row: (bool(row.ids), row.used_at))
+
+
+def _part(unread: list[int], left: int) -> list[int]:
+    """What to read now of a prompt, of about `left` tokens."""
+    size = max(left, _LEAST_PART)
+    return unread[:size] if len(unread) - size >= _LEAST_PART else unread[: size + _LEAST_PART - 1]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -86,7 +86,7 @@ class GrowingCache(KvCache):
         if width > self.capacity:
             raise ValueError(f"{width} tokens were put into a row of {self.capacity}")
         padding = starts.max() - starts
-        decoder.feed(binding, ids, starts, lambda: np.arange(width) >= padding[:, None])
+        decoder.feed(binding, ids, starts, np.arange(width) >= padding[:, None])
         for tensor, past in zip(decoder.cache, pasts, strict=True):
             binding.bind_ortvalue_input(tensor.past, past)
             binding.bind_output(tensor.present, decoder.device)

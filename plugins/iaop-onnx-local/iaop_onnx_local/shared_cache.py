@@ -17,11 +17,12 @@ import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from iaop_onnx_local.decoder import CacheTensor, Decoder
+from iaop_onnx_local.decoder import CacheTensor, Decoder, Feed
 from iaop_onnx_local.kv_cache import KvCache
 
 __all__ = ["SharedCache"]
 
+_MASK_STEP: Final = 64
 # y = Identity(x) on bytes: an ONNX model (IR version 10, operators of version 21), as serialized.
 _COPY_MODEL: Final = bytes.fromhex(
     "080a3a440a100a017812017922084964656e746974791204636f70795a140a0178120f0a0d080212"
@@ -43,50 +44,33 @@ class SharedCache(KvCache):
         super().__init__(decoder, rows=rows, capacity=capacity)
         self._pairs = pairs and rows > 1
         self._buffers = [_Buffer(decoder, tensor, rows, capacity) for tensor in decoder.cache]
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._prompts: dict[int, Any] = {}
+        """Bindings for prompts, by row."""
+        self._steps: dict[tuple[int, int], _Step] = {}
+        """For steps, by the first row and the number of rows."""
         self._logits = np.zeros((rows, 1, decoder.vocabulary), decoder.logits_type)
         self._copier = _Copier(decoder)
 
     def extend(
         self, row: int, token_ids: Sequence[int], options: Any = None
     ) -> NDArray[np.floating]:
-        if self._pairs:
-            return self._extend_in_pairs(row, token_ids, options)
-        logits: NDArray[np.floating] = self._run([row], row, np.array([token_ids]), options)[0]
-        return logits
-
-    def _extend_in_pairs(
-        self, row: int, token_ids: Sequence[int], options: Any
-    ) -> NDArray[np.floating]:
-        """The last token goes with another row, so that its logits always come by the same way."""
         *rest, last = token_ids
-        other = row + 1 if row + 1 < self.rows else row - 1
-        span = sorted((row, other))
-        if len(rest) > 1:
-            self._run([row], row, np.array([rest]), options)
-        elif rest:
-            self._step_span(span, {row: rest[0]}, options)
-        return self._step_span(span, {row: last}, options)[0]
+        if self._pairs:
+            # The last token goes with another row, so that its logits always come the same way.
+            if len(rest) > 1:
+                self._read(row, rest, options)
+            elif rest:
+                self._step(self._pair_of(row), {row: rest[0]}, options)
+            return self._step(self._pair_of(row), {row: last}, options)[0]
+        if rest:
+            return self._read(row, token_ids, options)
+        return self._step((row, row), {row: last}, options)[0]
 
     def _step_together(
         self, rows: Sequence[int], token_ids: Sequence[int], options: Any
     ) -> list[NDArray[np.floating]]:
         tokens = dict(zip(rows, token_ids, strict=True))
-        return self._step_span((rows[0], rows[-1]), tokens, options)
-
-    def _step_span(
-        self, span: Sequence[int], tokens: Mapping[int, int], options: Any
-    ) -> list[NDArray[np.floating]]:
-        first, last = span
-        # Rows in between that have no token to append write one behind what they hold.
-        ids = np.zeros((last - first + 1, 1), np.int64)
-        for row in range(first, last + 1):
-            if row in tokens:
-                ids[row - first] = tokens[row]
-            else:
-                self.lengths[row] = min(self.lengths[row], self.capacity - 1)
-        logits = self._run(list(tokens), first, ids, options)
-        return [logits[row - first] for row in tokens]
+        return self._step((rows[0], rows[-1]), tokens, options)
 
     def cut(self, row: int, length: int) -> None:
         self.lengths[row] = length
@@ -97,42 +81,108 @@ class SharedCache(KvCache):
                 self._copier.copy(place, place + buffer.distance(source, target), size_bytes)
         self.lengths[target] = length
 
-    def _run(
-        self, rows: Sequence[int], first: int, ids: NDArray[np.int64], options: Any
-    ) -> NDArray[np.floating]:
-        """Runs the rows from `first` on; of them, `rows` hold the new tokens then."""
-        count, new = ids.shape
-        binding = self._binding(first, count)
-        starts = np.array(self.lengths[first : first + count], np.int64)
-        ends = starts + new
-        if ends.max() > self.capacity:
-            raise ValueError(f"{ends.max()} tokens were put into a row of {self.capacity}")
-        places = np.arange(ends.max())
-        self.decoder.feed(binding, ids, starts, lambda: places < ends[:, None])
-        fits = new == 1 or self.decoder.last_logits_only
-        if fits:
-            into = self._logits[first : first + count]
-            binding.bind_output("logits", "cpu", 0, into.dtype, into.shape, into.ctypes.data)
+    def _pair_of(self, row: int) -> tuple[int, int]:
+        return (row, row + 1) if row + 1 < self.rows else (row - 1, row)
+
+    def _read(self, row: int, token_ids: Sequence[int], options: Any) -> NDArray[np.floating]:
+        """Appends several tokens to one row."""
+        start = self.lengths[row]
+        end = self._checked(start + len(token_ids))
+        binding = self._prompts.get(row)
+        if binding is None:
+            binding = self._prompts[row] = self._bound(row, 1)
+        ids, starts = np.array([token_ids]), np.array([start])
+        self.decoder.feed(binding, ids, starts, np.ones((1, end)))
+        if self.decoder.last_logits_only:
+            _bind_logits(binding, self._logits[row : row + 1])
         else:
             binding.bind_output("logits", "cpu")
         self.decoder.run(binding, options)
-        for row in rows:
-            self.lengths[row] += new
-        if fits:
-            return self._logits[first : first + count, -1]
+        self.lengths[row] = end
+        if self.decoder.last_logits_only:
+            last: NDArray[np.floating] = self._logits[row, -1]
+            return last
         # Outputs come in the order in which they were first bound: the logits are the last.
-        logits = binding.get_outputs()[-1].numpy()
-        return np.array(logits[:, -1])  # a copy: the runtime frees its own
+        return np.array(binding.get_outputs()[-1].numpy()[0, -1])  # the runtime frees its own
 
-    def _binding(self, first: int, count: int) -> Any:
-        binding = self._bindings.get((first, count))
-        if binding is None:
-            binding = self._bindings[first, count] = self.decoder.session.io_binding()
-            for tensor, buffer in zip(self.decoder.cache, self._buffers, strict=True):
-                place = buffer.view(first, count)
-                binding.bind_input(tensor.past, *place)
-                binding.bind_output(tensor.present, *place)
+    def _step(
+        self, span: tuple[int, int], tokens: Mapping[int, int], options: Any
+    ) -> list[NDArray[np.floating]]:
+        """Appends one token to some rows of a span, the first and the last of which are given."""
+        first, count = span[0], span[1] - span[0] + 1
+        # Rows in between that have no token to append write one behind what they hold.
+        lengths = []
+        for row in range(first, first + count):
+            if row not in tokens:
+                self.lengths[row] = min(self.lengths[row], self.capacity - 1)
+            lengths.append(self._checked(self.lengths[row] + 1) - 1)
+        step = self._steps.get((first, count))
+        if step is None:
+            binding = self._bound(first, count)
+            _bind_logits(binding, self._logits[first : first + count])
+            step = self._steps[first, count] = _Step(self.decoder, binding, self.capacity)
+        step.run([tokens.get(row, 0) for row in range(first, first + count)], lengths, options)
+        for row in tokens:
+            self.lengths[row] += 1
+        return [self._logits[row, -1] for row in tokens]
+
+    def _checked(self, length: int) -> int:
+        if length > self.capacity:
+            raise ValueError(f"{length} tokens were put into a row of {self.capacity}")
+        return length
+
+    def _bound(self, first: int, count: int) -> Any:
+        """A binding with some rows as past and as present."""
+        binding = self.decoder.session.io_binding()
+        for tensor, buffer in zip(self.decoder.cache, self._buffers, strict=True):
+            place = buffer.view(first, count)
+            binding.bind_input(tensor.past, *place)
+            binding.bind_output(tensor.present, *place)
         return binding
+
+
+class _Step:
+    """Steps of one token on the same rows, for which as little as can be is bound anew."""
+
+    def __init__(self, decoder: Decoder, binding: Any, capacity: int) -> None:
+        self._decoder, self._binding, self._capacity = decoder, binding, capacity
+        self._width = 0
+        self._lengths: list[int] = []
+        """Of the rows as the bound mask has them, the new token among them."""
+        self._feed: Feed = {}
+
+    def run(self, token_ids: list[int], lengths: list[int], options: Any) -> None:
+        if self._decoder.device != "cpu" or max(lengths) >= self._width:
+            self._bind(token_ids, lengths)
+        else:
+            self._change(token_ids, lengths)
+        self._lengths = [length + 1 for length in lengths]
+        self._decoder.run(self._binding, options)
+
+    def _bind(self, token_ids: list[int], lengths: list[int]) -> None:
+        # The operator takes a mask that is wider than need be, so it need not change each step.
+        width = (max(lengths) // _MASK_STEP + 1) * _MASK_STEP
+        self._width = min(width, self._capacity)
+        starts = np.array(lengths)
+        mask = np.arange(self._width) <= starts[:, None]
+        self._feed = self._decoder.feed(self._binding, np.array(token_ids)[:, None], starts, mask)
+
+    def _change(self, token_ids: list[int], lengths: list[int]) -> None:
+        """Writes into the arrays that are bound."""
+        self._feed["input_ids"][:, 0] = token_ids
+        if "position_ids" in self._feed:
+            self._feed["position_ids"][:, 0] = lengths
+        mask = self._feed.get("attention_mask")
+        if mask is not None:
+            for place, (length, known) in enumerate(zip(lengths, self._lengths, strict=True)):
+                if length != known:
+                    mask[place, :length] = 1
+                    mask[place, length:] = 0
+                mask[place, length] = 1
+
+
+def _bind_logits(binding: Any, logits: NDArray[np.floating]) -> None:
+    binding.bind_output("logits", "cpu", 0, logits.dtype, logits.shape, logits.ctypes.data)
 
 
 class _Buffer:
