@@ -35,6 +35,18 @@ MAX_FORM_CHARACTERS: Final = 65_536
 _MAX_MULTIPLE: Final = 50_000
 """Of all `multipleOf` together: llguidance makes as many states, and nothing else limits them."""
 
+# One line, as Python's json writes it: white space at will invites small models to write nothing
+# else. A keyword that can't be enforced is an error.
+_JSON_OPTIONS: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+
+# Text that the form leaves no choice of may still be cut into tokens as the model likes.
+_ANY_TOKENS: Final = '%llguidance {"no_forcing": true}'
+
 _LIMITS: Final = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") != 0,
     np.float32(np.inf),
@@ -163,14 +175,18 @@ class ConstraintFactory:
                 f"the model names no end token, so no answer can be held to a {param}",
                 capability=param,
             )
-        grammar = _lark(params.grammar) if params.grammar is not None else _json_grammar(params)
-        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
+        if params.grammar is None:
+            grammar = _json_grammar(params)
+        else:
+            grammar = _checked_grammar(params.grammar)
+        lark = LLMatcher.grammar_from_lark(f"{grammar}\n{_ANY_TOKENS}")
+        matcher = LLMatcher(self._read_vocabulary(), lark, log_level=0)
         tokens = self._tokenizer.size
         constraint = Constraint(matcher, tokens, self._barred, param)
         allowed = np.zeros(tokens, np.float32)
         constraint.mask(allowed)
         if allowed.max() == -np.inf:
-            raise _refusal(param, "no token of the model can begin it")
+            raise _refusal(param, "its text begins with a space, which this model's texts can't")
         return constraint
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -209,46 +225,32 @@ class _Vocabulary:
         ]
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode_continuation(text)
+        raise TypeError("llguidance encodes text only to force tokens, and _ANY_TOKENS says not to")
 
 
 def _json_grammar(params: GenerationParams) -> str:
-    from llguidance import LLMatcher
-
     wanted = params.response_format
     schema: Mapping[str, Any] = {"type": "object"}
     if wanted is not None and wanted.json_schema is not None:
         schema = wanted.json_schema.schema
-    text = json.dumps(schema, ensure_ascii=False)
-    _check_size("response_format", text)
+    _check_size("response_format", json.dumps(schema, ensure_ascii=False))
     if (states := _multiples(schema)) > _MAX_MULTIPLE:
         raise _refusal(
             "response_format",
             f"its multipleOf have a least common multiple of {states} units, and at most "
             f"{_MAX_MULTIPLE} can be followed",
         )
-    # White space at will would invite small models to write it for ever.
-    return LLMatcher.grammar_from_json_schema(
-        text,
-        overrides={
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "lenient": False,
-        },
-    )
+    return f"start: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
-def _lark(grammar: str) -> str:
-    from llguidance import LLMatcher
-
+def _checked_grammar(grammar: str) -> str:
     _check_size("grammar", grammar)
     if "%json" in grammar and re.search(r"multipleOf|\\u", grammar):
         raise _refusal(
             "grammar",
             "multipleOf and Unicode escapes can't be in a %json; a response_format may have them",
         )
-    return LLMatcher.grammar_from_lark(grammar)
+    return grammar
 
 
 def _check_size(param: str, text: str) -> None:
@@ -278,13 +280,16 @@ def _find_multiples(schema: Mapping[str, Any]) -> Iterator[float]:
 
 def _reason(message: str) -> str:
     """Of llguidance's message what is not the caller's own text: its place, kind and keywords."""
-    found = _REASON.match(message)
+    place, _, rest = message.rpartition("failed to compile JSON schema: ")
+    found = _REASON.match(rest)
     line, column, kind = found.groups() if found else (None, None, "")
-    keywords = sorted(_NOT_ENFORCED.intersection(re.findall(r'"(\w+)"', message)))
-    reason = kind.strip() or "llguidance refuses it"
-    if "Unimplemented" in reason and keywords:
-        reason = f"the keywords {', '.join(keywords)} can't be enforced"
-    return reason + (f" (line {line}, column {column})" if line else "")
+    keywords = sorted(_NOT_ENFORCED.intersection(re.findall(r'"(\w+)"', rest)))
+    if kind.startswith("Unimplemented") and keywords:
+        return f"the keywords {', '.join(keywords)} can't be enforced"
+    if kind.startswith("NoExtension"):
+        return "no token of the model goes on with it, and it is not complete"
+    reason = kind.strip() or "llguidance can't follow it"
+    return f"{reason} (line {line}, column {column})" if line and not place else reason
 
 
 def _refusal(param: str, why: str) -> InvalidRequestError:

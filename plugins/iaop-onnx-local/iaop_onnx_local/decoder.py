@@ -139,7 +139,7 @@ class Decoder:
             binding.bind_cpu_input(name, value)
         return feed
 
-    def run(self, binding: Any, options: Any) -> None:
+    def run(self, binding: Any, options: Any = None) -> None:
         """Runs one step. Raises what ONNX Runtime raises, also when `options` say to terminate."""
         self.session.run_with_iobinding(binding, options)
 

@@ -111,7 +111,6 @@ class Engine:
         self._rows = [_Row(index) for index in range(cache.rows)]
         self._reading: _Row | None = None
         self._waiting: deque[_Ticket] = deque()
-        self._options = onnxruntime.RunOptions()
         self._wake = threading.Condition()
         self._closed = False
         self._stopped = False
@@ -162,7 +161,6 @@ class Engine:
             self._closed = True
             if not finish:
                 self._stopped = True
-                self._options.terminate = True
                 for row in self._rows:
                     if row.ticket is not None:
                         row.ticket.options.terminate = True
@@ -267,7 +265,7 @@ class Engine:
             return
         try:
             all_logits = self._cache.step(
-                [row.index for row in rows], [row.next_id for row in rows], self._options
+                [row.index for row in rows], [row.next_id for row in rows]
             )
         except Exception as error:
             for row in rows:

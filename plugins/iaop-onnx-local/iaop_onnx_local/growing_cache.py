@@ -49,13 +49,13 @@ class GrowingCache(KvCache):
         return last
 
     def _step_together(
-        self, rows: Sequence[int], token_ids: Sequence[int], options: Any
+        self, rows: Sequence[int], token_ids: Sequence[int]
     ) -> list[NDArray[np.floating]]:
         if self._batch != list(rows):
             self._regroup(list(rows))
         starts = np.array([self.lengths[row] for row in rows], np.int64)
         ids = np.array(token_ids, np.int64)[:, None]
-        logits, self._pasts = self._run(self._pasts, ids, starts, options)
+        logits, self._pasts = self._run(self._pasts, ids, starts, None)
         for row in rows:
             self.lengths[row] += 1
         return list(logits)

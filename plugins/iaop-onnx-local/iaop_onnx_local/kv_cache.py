@@ -63,22 +63,18 @@ class KvCache(ABC):
             Exception: what ONNX Runtime raises; the row then holds what it held before.
         """
 
-    def step(
-        self, rows: Sequence[int], token_ids: Sequence[int], options: Any = None
-    ) -> list[NDArray[np.floating]]:
+    def step(self, rows: Sequence[int], token_ids: Sequence[int]) -> list[NDArray[np.floating]]:
         """Appends one token to each of several rows; as `extend` otherwise.
 
         `rows` are in ascending order; the logits are in the order of `rows`.
         """
         if self.joins_rows and len(rows) > 1:
-            return self._step_together(rows, token_ids, options)
-        return [
-            self.extend(row, [token], options) for row, token in zip(rows, token_ids, strict=True)
-        ]
+            return self._step_together(rows, token_ids)
+        return [self.extend(row, [token]) for row, token in zip(rows, token_ids, strict=True)]
 
     @abstractmethod
     def _step_together(
-        self, rows: Sequence[int], token_ids: Sequence[int], options: Any
+        self, rows: Sequence[int], token_ids: Sequence[int]
     ) -> list[NDArray[np.floating]]: ...
 
     @abstractmethod

@@ -60,17 +60,17 @@ class SharedCache(KvCache):
             if len(rest) > 1:
                 self._read(row, rest, options)
             elif rest:
-                self._step(self._pair_of(row), {row: rest[0]}, options)
-            return self._step(self._pair_of(row), {row: last}, options)[0]
+                self._step(self._pair_of(row), {row: rest[0]})
+            return self._step(self._pair_of(row), {row: last})[0]
         if rest:
             return self._read(row, token_ids, options)
-        return self._step((row, row), {row: last}, options)[0]
+        return self._step((row, row), {row: last})[0]
 
     def _step_together(
-        self, rows: Sequence[int], token_ids: Sequence[int], options: Any
+        self, rows: Sequence[int], token_ids: Sequence[int]
     ) -> list[NDArray[np.floating]]:
         tokens = dict(zip(rows, token_ids, strict=True))
-        return self._step((rows[0], rows[-1]), tokens, options)
+        return self._step((rows[0], rows[-1]), tokens)
 
     def cut(self, row: int, length: int) -> None:
         self.lengths[row] = length
@@ -105,9 +105,7 @@ class SharedCache(KvCache):
         # Outputs come in the order in which they were first bound: the logits are the last.
         return np.array(binding.get_outputs()[-1].numpy()[0, -1])  # the runtime frees its own
 
-    def _step(
-        self, span: tuple[int, int], tokens: Mapping[int, int], options: Any
-    ) -> list[NDArray[np.floating]]:
+    def _step(self, span: tuple[int, int], tokens: Mapping[int, int]) -> list[NDArray[np.floating]]:
         """Appends one token to some rows of a span, the first and the last of which are given."""
         first, count = span[0], span[1] - span[0] + 1
         # Rows in between that have no token to append write one behind what they hold.
@@ -121,7 +119,7 @@ class SharedCache(KvCache):
             binding = self._bound(first, count)
             _bind_logits(binding, self._logits[first : first + count])
             step = self._steps[first, count] = _Step(self.decoder, binding, self.capacity)
-        step.run([tokens.get(row, 0) for row in range(first, first + count)], lengths, options)
+        step.run([tokens.get(row, 0) for row in range(first, first + count)], lengths)
         for row in tokens:
             self.lengths[row] += 1
         return [self._logits[row, -1] for row in tokens]
@@ -151,13 +149,13 @@ class _Step:
         """Of the rows as the bound mask has them, the new token among them."""
         self._feed: Feed = {}
 
-    def run(self, token_ids: list[int], lengths: list[int], options: Any) -> None:
+    def run(self, token_ids: list[int], lengths: list[int]) -> None:
         if self._decoder.device != "cpu" or max(lengths) >= self._width:
             self._bind(token_ids, lengths)
         else:
             self._change(token_ids, lengths)
         self._lengths = [length + 1 for length in lengths]
-        self._decoder.run(self._binding, options)
+        self._decoder.run(self._binding)
 
     def _bind(self, token_ids: list[int], lengths: list[int]) -> None:
         # The operator takes a mask that is wider than need be, so it need not change each step.

@@ -16,8 +16,6 @@ from iaop_onnx_local.text_stream import Utf8Stream
 __all__ = ["TextTokenizer"]
 
 _PRIVATE_USE: Final = range(0xE000, 0xF8FF)
-_BEFORE: Final = "\x02"
-"""Stands for the text before a continuation: no model merges it with anything."""
 
 
 class TextTokenizer:
@@ -89,17 +87,6 @@ class TextTokenizer:
         if self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         return ids
-
-    def encode_continuation(self, text: str) -> list[int]:
-        """Encodes text that goes on after other text, with no control tokens.
-
-        Returns:
-            The ids, whose bytes are exactly the text's; none when the tokenizer has no such ids.
-        """
-        before = self._plain_tokenizer.encode(_BEFORE, add_special_tokens=False).ids
-        ids = self._plain_tokenizer.encode(_BEFORE + text, add_special_tokens=False).ids
-        ids = ids[len(before) :]
-        return ids if b"".join(map(self.token_bytes, ids)) == text.encode() else []
 
     def token_text(self, token_id: int) -> str:
         """The token to show by itself: a control token's name, U+FFFD for a part of a character."""
