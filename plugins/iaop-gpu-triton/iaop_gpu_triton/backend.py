@@ -21,7 +21,7 @@ from iaop_core import (
 )
 from iaop_core.backend import Context
 from iaop_core.chat_template import ChatTemplate, ChatTemplateError
-from iaop_core.errors import ModelLoadError
+from iaop_core.errors import ModelLoadError, ValuesError
 from iaop_core.messages import Params, Prompt, as_messages, with_context
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.call import Call, Question
@@ -82,6 +82,13 @@ class GpuTritonBackend(InferenceBackend):
                 for url in self._settings.replica_urls
             ),
         ]
+        if self._settings.compression != "none" and any(
+            address.protocol == "http" for address in self._addresses
+        ):
+            raise ValuesError(
+                "compression is for gRPC: Triton's generate endpoint takes no compressed request",
+                path="compression",
+            )
         self._kernel = self._offline_kernel()
         self._made_replicas: Replicas | None = None
         self._layout = PromptLayout(None, send_bos=True)

@@ -96,6 +96,8 @@ class GrpcTransport:
             # ends the connection, long before the next ping.
             ("grpc.keepalive_time_ms", settings.keepalive_ms),
             ("grpc.keepalive_timeout_ms", min(settings.keepalive_ms, _KEEPALIVE_TIMEOUT_MS)),
+            # gRPC's own pings, which measure the bandwidth, hold back those of keepalive.
+            ("grpc.http2.ping_timeout_ms", min(settings.keepalive_ms, _KEEPALIVE_TIMEOUT_MS)),
             ("grpc.http2.max_pings_without_data", 0),
             # Otherwise a new channel to the same server takes over the connection of the old one.
             ("grpc.use_local_subchannel_pool", 1),

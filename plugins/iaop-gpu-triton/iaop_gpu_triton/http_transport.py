@@ -211,14 +211,12 @@ class HttpTransport:
         def model_error(message: str) -> IaopError:
             return _errors.inference_error(message, server=self._shown, model=model, prompt=prompt)
 
-        compression = self._settings.compression
         try:
             # Leaving the block before the end of the body closes the connection.
             async with self._session.post(
                 f"{self._base}/{path}",
                 data=_in_pieces(body),
                 headers=self._credentials.headers(),
-                compress=None if compression == "none" else compression,
             ) as answer:
                 if answer.status != 200:
                     text = await answer.read()

@@ -42,6 +42,7 @@ class ResponseStream:
         self._ended = False
         self._error: IaopError | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = -math.inf
         self._deadline = math.inf
         self._total_deadline = math.inf
         self._silence_s = math.inf
@@ -60,11 +61,13 @@ class ResponseStream:
         self._set_timer()
 
     def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = self._deadline
         if self._deadline < math.inf:
             self._timer = self._loop.call_at(self._deadline, self._look)
 
     def _look(self) -> None:
-        # Moving a deadline is cheap so: its timer stays, and looks again when its time has come.
         if self._loop.time() < self._deadline:
             self._set_timer()
         elif self._deadline >= self._total_deadline:
@@ -80,6 +83,10 @@ class ResponseStream:
             return
         self.answering = True
         self._deadline = min(self._loop.time() + self._silence_s, self._total_deadline)
+        # A timer that is too early looks again when its time has come: that is cheaper than
+        # setting another one for each response.
+        if self._deadline < self._timer_at:
+            self._set_timer()
         self._ready.append(response)
         self._wake()
 

@@ -159,7 +159,7 @@ class GpuTritonSettings:
     compression: Literal["none", "gzip", "deflate"] = field(
         default="none", validator=validators.in_(("none", "gzip", "deflate"))
     )
-    """Of requests; answers come as the server is set up."""
+    """Of requests over gRPC; answers come as the server is set up."""
     max_message_bytes: int = field(default=64 * 1024 * 1024, validator=validators.ge(1024))
     """Longest message, either way. Triton's own limit over HTTP is its `--http-max-input-size`."""
 

@@ -26,8 +26,13 @@ def datatype_of(name: str) -> str:
 
 
 @contextmanager
-def early_grpc_server(tokens: Sequence[str], *, tells_final: bool) -> Iterator[str]:
-    """Closes its streams after the tokens; `tells_final` says of each that it is not the last."""
+def early_grpc_server(
+    tokens: Sequence[str], *, tells_final: bool, seen: dict[str, str] | None = None
+) -> Iterator[str]:
+    """Closes its streams after the tokens; `tells_final` says of each that it is not the last.
+
+    The metadata of each request are put into `seen`.
+    """
 
     def add_tensor(tensors: Any, name: str) -> None:
         tensors.add(name=name, datatype=datatype_of(name), shape=[1])
@@ -44,6 +49,8 @@ def early_grpc_server(tokens: Sequence[str], *, tells_final: bool) -> Iterator[s
             return answer
 
         def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+            if seen is not None:
+                seen.update(context.invocation_metadata())
             for _request in requests:
                 for token in tokens:
                     answer = service_pb2.ModelStreamInferResponse()
