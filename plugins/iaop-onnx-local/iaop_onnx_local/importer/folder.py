@@ -22,7 +22,7 @@ from iaop_onnx_local.importer.writer import MODEL_FILE
 __all__ = ["ImportedModel", "file_sha256", "import_gguf", "is_imported"]
 
 _RECORD_FILE: Final = "import.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Raised when the same source would be converted to something else."""
 
 

@@ -53,7 +53,7 @@ class WeightGraph:
         self._gguf, self._writer, self._dtype, self._advance = gguf, writer, dtype, advance
         self._stored: dict[str, _Stored] = {}
         self._block_sums: dict[str, str] = {}
-        self._block_shapes: dict[int, str] = {}
+        self._block_ones: dict[int, str] = {}
         self._axis = ""
         self.unused = set(gguf.tensors)
         """Names of the tensors that nobody took."""
@@ -172,12 +172,9 @@ class WeightGraph:
     def _sum_blocks(self, x: str, columns: int) -> str:
         """Sums each 32 neighbours of `x`, once for all products that need them."""
         if x not in self._block_sums:
-            if columns not in self._block_shapes:
-                shape = np.array([-1, columns // BLOCK_LENGTH, BLOCK_LENGTH], np.int64)
-                name = f"blocks.{columns}"
-                self._block_shapes[columns] = self._writer.constant(name, shape)
-            blocks = self._writer.node("Reshape", x, self._block_shapes[columns])
-            self._block_sums[x] = self._writer.node(
-                "ReduceSum", blocks, self._block_axis, keepdims=0
-            )
+            if columns not in self._block_ones:
+                # As a product: one node that is fast for few rows, where a sum over a shape is two.
+                ones = np.repeat(np.eye(columns // BLOCK_LENGTH, dtype=np.float32), BLOCK_LENGTH, 0)
+                self._block_ones[columns] = self._writer.constant(f"blocks.{columns}", ones)
+            self._block_sums[x] = self._writer.node("MatMul", x, self._block_ones[columns])
         return self._block_sums[x]
