@@ -68,19 +68,24 @@ class Decoder:
         path: the model file, for its operators.
         head_size: what the configuration says of the heads' size, for graphs that leave it open.
         kv_heads: likewise their number.
+        vocabulary: likewise how many logits there are.
 
     Raises:
         UnknownInputError: the engine can't run such a model; the message names the input.
     """
 
     def __init__(
-        self, opened: OpenSession, path: Path, *, head_size: int | None, kv_heads: int | None
+        self,
+        opened: OpenSession,
+        path: Path,
+        *,
+        head_size: int | None = None,
+        kv_heads: int | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self.session = opened.session
         self.device = opened.device
         self.threads = opened.threads
-        self.shares_buffer = "GroupQueryAttention" in find_operators(path)
-        """Whether the attention operator writes into the buffer that holds the past."""
         inputs = {entry.name: entry for entry in self.session.get_inputs()}
         outputs = {entry.name: entry for entry in self.session.get_outputs()}
         self.cache = _cache_tensors(inputs, outputs, head_size, kv_heads)
@@ -91,19 +96,23 @@ class Decoder:
         unknown = inputs.keys() - self._fed.keys() - {tensor.past for tensor in self.cache}
         if unknown:
             raise UnknownInputError(f"it has an input {min(unknown)!r}, which can't be fed")
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            if name in inputs:
+                _check_open(inputs[name])
         if "input_ids" not in inputs:
             raise UnknownInputError("it has no input 'input_ids'")
         if "logits" not in outputs:
             raise UnknownInputError("it has no output 'logits'")
-        shape = outputs["logits"].shape
-        self.logits_type = _type_of(outputs["logits"])
-        if not isinstance(shape[-1], int):
-            raise UnknownInputError("its output 'logits' does not tell the size of the vocabulary")
-        self.vocabulary: int = shape[-1]
-        # A graph that makes the last position's logits alone says 1 here, others "sequence_length".
-        self.last_logits_only = shape[1] == 1 or not inputs.keys().isdisjoint(_LAST_POSITIONS)
-        self.takes_padding = {"attention_mask", "position_ids"} <= self._fed.keys()
-        """Whether the graph is told which positions of a row count, and where they stand."""
+        self.logits_type, self.vocabulary, last_only = _logits(outputs["logits"], vocabulary)
+        self.last_logits_only = last_only or not inputs.keys().isdisjoint(_LAST_POSITIONS)
+        takes_rows = not isinstance(inputs["input_ids"].shape[0], int)
+        grouped = "GroupQueryAttention" in find_operators(path)
+        self.shares_buffer = grouped and takes_rows and "use_cache_branch" not in inputs
+        """Whether the attention operator writes into the buffer that holds the past."""
+        told = {"attention_mask", "position_ids"} <= self._fed.keys()
+        self.takes_padding = told and takes_rows and not grouped
+        """Whether a row may begin with padding: the graph is told which positions count, and where
+        they stand. `GroupQueryAttention` reads from the mask no more than how many do."""
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -167,6 +176,11 @@ def _cache_tensor(
 ) -> CacheTensor:
     if len(past.shape) != 4:
         raise UnknownInputError(f"its cache input {past.name!r} has shape {past.shape}, not 4 axes")
+    if isinstance(past.shape[2], int):
+        raise UnknownInputError(
+            f"its cache input {past.name!r} has the fixed shape {past.shape}; it has to take any "
+            "number of tokens"
+        )
     heads = past.shape[1] if isinstance(past.shape[1], int) else kv_heads
     size = past.shape[3] if isinstance(past.shape[3], int) else head_size
     if heads is None or size is None:
@@ -175,6 +189,33 @@ def _cache_tensor(
             "stand neither there nor in the configuration"
         )
     return CacheTensor(past.name, present, heads, size, _type_of(past))
+
+
+def _check_open(entry: Any) -> None:
+    """An input `[rows, positions]` that leaves at least the number of positions open."""
+    shape = entry.shape
+    fixed = len(shape) != 2 or isinstance(shape[1], int)
+    if fixed or (isinstance(shape[0], int) and shape[0] != 1):
+        raise UnknownInputError(
+            f"its input {entry.name!r} has the fixed shape {shape}; it has to be [rows, positions] "
+            "with any number of positions"
+        )
+
+
+def _logits(entry: Any, vocabulary: int | None) -> tuple[type[np.generic], int, bool]:
+    """Their type, how many there are, and whether only those of the last position are made."""
+    if len(entry.shape) != 3:
+        raise UnknownInputError(f"its output 'logits' has shape {entry.shape}, not 3 axes")
+    _, positions, size = entry.shape
+    if not isinstance(size, int):
+        size = vocabulary
+    if size is None:
+        raise UnknownInputError(
+            "the size of the vocabulary stands neither at its output 'logits' nor in the "
+            "configuration"
+        )
+    # A graph that makes the last position's logits alone says 1 here, others "sequence_length".
+    return _type_of(entry), size, positions == 1
 
 
 def _type_of(entry: Any) -> type[np.generic]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -99,7 +98,13 @@ class LocalModel:
             tokenizer = TextTokenizer(tokenizer_file)
             template = _load_template(folder, settings.chat_template)
             opened = open_session(path, device=settings.device, threads=settings.threads)
-            decoder = Decoder(opened, path, head_size=folder.head_size, kv_heads=folder.kv_heads)
+            decoder = Decoder(
+                opened,
+                path,
+                head_size=folder.head_size,
+                kv_heads=folder.kv_heads,
+                vocabulary=folder.vocabulary,
+            )
         except ModelLoadError as error:
             error.model = model_id
             raise
@@ -259,7 +264,7 @@ def _make_cache(decoder: Decoder, folder: ModelFolder, settings: OnnxLocalSettin
 
 
 def _load_template(folder: ModelFolder, chosen: str) -> ChatTemplate | None:
-    source = Path(chosen).expanduser().read_text("utf-8") if chosen else folder.find_chat_template()
+    source = folder.find_chat_template(chosen)
     if source is None:
         return None
     try:

@@ -23,7 +23,8 @@ class OnnxLocalSettings:
     model: str = "smollm2-135m-instruct"
     """The model that an empty model id means: a folder's path, or a name in the cache folder."""
     model_file: str = ""
-    """Which ONNX file of the model folder runs, relative to the folder. Empty: the one that
+    """Which ONNX file of the model folder runs: its path in the folder, or the name of a variant of
+    the weights (`q4` is `model_q4.onnx` or `onnx/model_q4.onnx`). Empty: the one that
     `genai_config.json` names, else `model.onnx`, else `onnx/model.onnx`."""
     device: Device = field(default="auto", validator=validators.in_(("auto", "cuda", "cpu")))
     """`cuda` must be had, or loading fails. `auto` takes CUDA where the installed runtime can
@@ -46,7 +47,8 @@ class OnnxLocalSettings:
     context_length: int = field(default=0, validator=validators.ge(0))
     """Tokens of prompt and answer together at most. 0: what the model was made for."""
     chat_template: str = ""
-    """Path of a Jinja file used in place of the model's own chat template."""
+    """A Jinja file's path, or the name of one of the model's own chat templates, such as
+    `tool_use`. Empty: the model's default."""
     stall_timeout_s: float = field(default=60.0, validator=validators.gt(0))
     """Health fails when one step of the engine has been running for so long (seconds)."""
     offline: bool = False

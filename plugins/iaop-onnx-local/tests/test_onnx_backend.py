@@ -59,7 +59,6 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     ("change", "settings", "told"),
     [
         (drop("model.onnx"), {}, "holds no ONNX file"),
-        (lambda f: (f / "model.onnx").rename(f / "other.onnx"), {}, "one of other.onnx"),
         (drop("tokenizer.json"), {}, "no tokenizer.json"),
         (drop("generation_config.json"), {}, "eos_token_id"),
         (drop("config.json"), {}, "context length"),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from one_text import OneText
+from one_text import OneText, open_cache
 from onnx import TensorProto, helper
-from tiny_decoders import TinyDecoder
+from tiny_decoders import VOCABULARY, TinyDecoder
 
 from iaop_onnx_local.decoder import Decoder, UnknownInputError
 from iaop_onnx_local.operators import find_operators
@@ -21,7 +21,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 
 def open_decoder(path: Path, **sizes: Any) -> Decoder:
     opened = open_session(path, device="cpu", threads=1)
-    return Decoder(opened, path, **{"head_size": None, "kv_heads": None, **sizes})
+    return Decoder(opened, path, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,78 @@ def hide_size(graph: onnx.GraphProto) -> None:
             value.type.tensor_type.shape.dim[3].dim_param = "size"
 
 
+def hide_vocabulary(graph: onnx.GraphProto) -> None:
+    """Also from the inference of shapes."""
+    graph.node[-1].output[0] = "raw"
+    for operator, given, made, more in (
+        ("Shape", ["raw"], "shape", {}),
+        ("Cast", ["shape"], "numbers", {"to": TensorProto.FLOAT}),
+        ("Cast", ["numbers"], "sizes", {"to": TensorProto.INT64}),
+        ("Reshape", ["raw", "sizes"], "logits", {}),
+    ):
+        graph.node.append(helper.make_node(operator, given, [made], **more))
+    fix_shape("logits", 0, 0, 0)(graph)
+
+
+def fix_shape(name: str, *sizes: int) -> Any:
+    def edit(graph: onnx.GraphProto) -> None:
+        for value in [*graph.input, *graph.output]:
+            if value.name == name:
+                kind = value.type.tensor_type.elem_type
+                value.CopyFrom(
+                    helper.make_tensor_value_info(name, kind, [s or "any" for s in sizes])
+                )
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
         (add_input, "'audio'"),
         (hide_present, "past_key_values.0.value"),
         (hide_size, "size of head"),
+        (fix_shape("input_ids", 0, 8), "'input_ids' has the fixed shape"),
+        (fix_shape("input_ids", 2, 0), "'input_ids' has the fixed shape"),
+        (fix_shape("past_key_values.0.key", 0, 2, 64, 6), r"0\.key' has the fixed shape"),
+        (hide_vocabulary, "size of the vocabulary"),
     ],
 )
 def test_model_that_cannot_be_fed_is_refused_by_name(tmp_path: Path, edit: Any, told: str) -> None:
     path = change(TinyDecoder().write(tmp_path / "model.onnx"), edit)
     with pytest.raises(UnknownInputError, match=told):
         open_decoder(path)
+
+
+def test_open_vocabulary_comes_from_the_configuration(tmp_path: Path) -> None:
+    tiny = TinyDecoder()
+    path = change(tiny.write(tmp_path / "model.onnx"), hide_vocabulary)
+    logits = OneText(open_decoder(path, vocabulary=VOCABULARY)).extend(PROMPT)
+    np.testing.assert_allclose(logits, tiny.logits(PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_graph_for_one_row_makes_texts_in_turns(tmp_path: Path) -> None:
+    def one_row(graph: onnx.GraphProto) -> None:
+        for value in graph.input:
+            value.type.tensor_type.shape.dim[0].dim_value = 1
+
+    for tiny in (
+        TinyDecoder(positions=True),
+        TinyDecoder(grouped=True, rotary=True, key_size=16, value_size=16),
+    ):
+        decoder = open_decoder(change(tiny.write(tmp_path / "model.onnx"), one_row))
+        cache = open_cache(decoder, rows=2)
+        assert not cache.joins_rows
+        cache.extend(0, [1, 2, 3])
+        cache.extend(1, [30])
+        first, second = cache.step([0, 1], [4, 31])
+        np.testing.assert_allclose(first, tiny.logits([1, 2, 3, 4]), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(second, tiny.logits([30, 31]), rtol=1e-4, atol=1e-4)
+
+
+def test_operators_of_branches_are_read_too(tmp_path: Path) -> None:
+    path = TinyDecoder(merged=True).write(tmp_path / "model.onnx")
+    assert {"If", "Softmax", "Trilu"} <= find_operators(path)
 
 
 def test_open_head_size_comes_from_the_configuration(tmp_path: Path) -> None:
