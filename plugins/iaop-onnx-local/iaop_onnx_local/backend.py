@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 class OnnxLocalBackend(InferenceBackend):
     """Runs decoder-only language models with ONNX Runtime, in process.
 
-    `infer` and `ainfer` are derived from `stream` and `astream`. Up to `max_concurrency` answers
-    are made at a time, in one batch that they join and leave at each step.
+    Up to `max_concurrency` answers are made at a time, in one batch that they join and leave at
+    each step.
 
     Args:
         settings: see `OnnxLocalSettings`; the defaults where left out.
@@ -92,21 +92,45 @@ class OnnxLocalBackend(InferenceBackend):
                 if old is not None:
                     old.close(finish=True)
 
-    def stream(
+    def infer(
         self, prompt: Prompt, context: Context = None, *, params: Params = None
-    ) -> Iterator[InferChunk]:
-        """Streams one answer.
+    ) -> InferResult:
+        """One answer.
 
-        Text that could begin a stop text is held back for as long as it could. A `max_tokens`
-        beyond what the context has room for means that room. Without a `temperature` the model's
-        own recommendation holds, else the choice is greedy, unless another parameter asks to
-        sample.
+        A `max_tokens` beyond what the context has room for means that room. Without a `temperature`
+        the model's own recommendation holds, else the choice is greedy, unless another parameter
+        asks to sample.
 
         Raises:
             ModelNotLoadedError: before `load_model`.
             InvalidRequestError: the messages or the parameters.
             ContextLengthExceededError: the prompt leaves no room for an answer.
             BackendUnavailableError: too many wait already, or the engine failed.
+        """
+        call = self._take(prompt, context, params)
+        if isinstance(call, InferResult):
+            return call
+        from iaop_onnx_local.streams import whole_answer
+
+        return whole_answer(call)
+
+    async def ainfer(
+        self, prompt: Prompt, context: Context = None, *, params: Params = None
+    ) -> InferResult:
+        """As `infer`, without a thread of its own."""
+        call = self._take(prompt, context, params)
+        if isinstance(call, InferResult):
+            return call
+        from iaop_onnx_local.streams import await_answer
+
+        return await await_answer(call)
+
+    def stream(
+        self, prompt: Prompt, context: Context = None, *, params: Params = None
+    ) -> Iterator[InferChunk]:
+        """As `infer`, in deltas as they are made.
+
+        Text that could begin a stop text is held back for as long as it could.
         """
         call = self._take(prompt, context, params)
         if isinstance(call, InferResult):

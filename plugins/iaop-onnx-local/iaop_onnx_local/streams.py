@@ -1,22 +1,24 @@
-"""The two ways to read an answer: by an iterator, and by an asynchronous one."""
+"""The ways to read an answer: in chunks or whole, by a thread or an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 
 from attrs import field, frozen
 
-from iaop_core import GenerationParams, InferChunk, Message
+from iaop_core import GenerationParams, InferChunk, InferResult, Message
 from iaop_core.errors import BackendUnavailableError
 from iaop_onnx_local.answer import Answer, Deliver
 from iaop_onnx_local.engine import EngineClosedError, EngineFullError
 from iaop_onnx_local.model import LocalModel
 
-__all__ = ["AnswerStream", "Call", "stream_answer"]
+__all__ = ["AnswerStream", "Call", "await_answer", "stream_answer", "whole_answer"]
 
 
 @frozen(slots=True)
@@ -57,6 +59,26 @@ class Call:
                     ) from None
 
 
+class _Way:
+    """The way of a call through the engine, from before its beginning on."""
+
+    def __init__(self, call: Call, deliver: Deliver) -> None:
+        self._call, self._deliver = call, deliver
+        self._stop: Callable[[], None] | None = None
+        self._cancelled = False
+
+    def begin(self) -> None:
+        self._stop = self._call.begin(self._deliver)
+        if self._cancelled:  # while the prompt was encoded
+            self._stop()
+
+    def cancel(self) -> None:
+        """From any thread; does nothing once the answer has ended."""
+        self._cancelled = True
+        if self._stop is not None:
+            self._stop()
+
+
 class AnswerStream(Iterator[InferChunk]):
     """The chunks of one answer, which begins with the first `next`.
 
@@ -65,17 +87,15 @@ class AnswerStream(Iterator[InferChunk]):
     """
 
     def __init__(self, call: Call) -> None:
-        self._call: Call | None = call
         self._items: SimpleQueue[InferChunk | Exception | None] = SimpleQueue()
-        self._cancel: Callable[[], None] = lambda: None
-        self._ended = False
+        self._way = _Way(call, self._items.put)
+        self._begun = self._ended = False
 
     def __next__(self) -> InferChunk:
         if self._ended:
             raise StopIteration
-        if self._call is not None:
-            call, self._call = self._call, None
-            self._begin(call)
+        if not self._begun:
+            self._begin()
         item = self._items.get()
         if isinstance(item, InferChunk) and not self._ended:
             self._ended = item.result is not None
@@ -89,40 +109,32 @@ class AnswerStream(Iterator[InferChunk]):
         """Stops the engine's work on this answer. Does nothing when it has ended."""
         if not self._ended:
             self._ended = True
-            self._cancel()
+            self._way.cancel()
             self._items.put(None)
 
     def __del__(self) -> None:
         self.close()
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self) -> None:
+        self._begun = True
         try:
-            self._cancel = call.begin(self._items.put)
+            self._way.begin()
         except BaseException:
             self._ended = True
             raise
-        if self._ended:  # closed while the prompt was encoded
-            self._cancel()
 
 
 async def stream_answer(call: Call) -> AsyncGenerator[InferChunk, None]:
     """The chunks of one answer; closing the generator stops the engine's work within a step."""
     loop, items = asyncio.get_running_loop(), asyncio.Queue[InferChunk | Exception]()
-    gone = False
-    cancel: Callable[[], None] = lambda: None  # noqa: E731
 
     def deliver(item: InferChunk | Exception) -> None:
         with suppress(RuntimeError):  # the loop has been closed, and the reader with it
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-    def begin() -> None:
-        nonlocal cancel
-        cancel = call.begin(deliver)
-        if gone:
-            cancel()
-
+    way = _Way(call, deliver)
     try:
-        await asyncio.to_thread(begin)  # a template may take its time
+        await asyncio.to_thread(way.begin)  # a template may take its time
         while True:
             item = await items.get()
             if isinstance(item, Exception):
@@ -131,5 +143,34 @@ async def stream_answer(call: Call) -> AsyncGenerator[InferChunk, None]:
             if item.result is not None:
                 return
     finally:
-        gone = True
-        cancel()
+        way.cancel()
+
+
+def whole_answer(call: Call) -> InferResult:
+    """One answer, with no thread woken for its parts."""
+    end: Future[InferResult] = Future()
+    way = _Way(call, partial(_settle, end))
+    try:
+        way.begin()
+        return end.result()
+    finally:
+        way.cancel()
+
+
+async def await_answer(call: Call) -> InferResult:
+    """As `whole_answer`; cancelling the task stops the engine's work within a step."""
+    end: Future[InferResult] = Future()
+    way = _Way(call, partial(_settle, end))
+    try:
+        await asyncio.to_thread(way.begin)
+        return await asyncio.wrap_future(end)
+    finally:
+        way.cancel()
+
+
+def _settle(end: Future[InferResult], item: InferChunk | Exception) -> None:
+    with suppress(InvalidStateError):  # who waited has gone
+        if isinstance(item, Exception):
+            end.set_exception(item)
+        elif item.result is not None:
+            end.set_result(item.result)
