@@ -68,6 +68,8 @@ class EngineLoad:
     """Jobs that wait for one."""
     still_s: float
     """How long there has been work and no step has ended."""
+    ended: bool = False
+    """Whether no job will end any more: it was closed, or its thread is gone."""
 
 
 @define(eq=False, slots=True)
@@ -91,7 +93,7 @@ class _Row:
     next_id: int = 0
     """The token that was chosen and is to be read."""
     used_at: int = 0
-    """The number of the job that used it last."""
+    """When a job last began or ended in it, by a count of such events."""
 
 
 class Engine:
@@ -114,7 +116,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
         self._stopped = False
-        self._seated = 0
+        self._uses = 0
         self._moved_at = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -134,7 +136,8 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise EngineClosedError
-            free = sum(row.ticket is None or row.ticket.cancelled for row in self._rows)
+            tickets = [row.ticket for row in self._rows]  # each may end at any moment
+            free = sum(ticket is None or ticket.cancelled for ticket in tickets)
             if len(self._waiting) >= free + self._max_waiting:
                 raise EngineFullError
             if self._is_idle():
@@ -145,6 +148,8 @@ class Engine:
         def cancel() -> None:
             ticket.cancelled = True
             ticket.options.terminate = True
+            if not self._thread.is_alive():
+                return  # in a forked process the lock may be held for ever
             with self._wake:
                 if ticket in self._waiting:
                     self._waiting.remove(ticket)
@@ -157,13 +162,15 @@ class Engine:
 
         Returns when the thread has ended, unless it is to finish. Idempotent.
         """
+        if not self._thread.is_alive():
+            return  # in a forked process the lock may be held for ever
         with self._wake:
             self._closed = True
             if not finish:
                 self._stopped = True
-                for row in self._rows:
-                    if row.ticket is not None:
-                        row.ticket.options.terminate = True
+                for ticket in [row.ticket for row in self._rows]:
+                    if ticket is not None:
+                        ticket.options.terminate = True
             self._wake.notify()
         if not finish and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -174,7 +181,7 @@ class Engine:
         running = sum(row.ticket is not None for row in self._rows)
         waiting = len(self._waiting)
         still_s = time.monotonic() - self._moved_at if running or waiting else 0.0
-        return EngineLoad(running, waiting, still_s)
+        return EngineLoad(running, waiting, still_s, not self._thread.is_alive())
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -182,13 +189,14 @@ class Engine:
         return not self._waiting and all(row.ticket is None for row in self._rows)
 
     def _work(self) -> None:
+        reason: Exception = EngineClosedError()
         try:
             while self._wait_for_work():
                 self._read_prompts()
                 self._make_tokens()
-        except BaseException:
+        except Exception as error:
             _log.exception("the engine's thread was ended by an error of its own")
-            raise
+            reason = error
         finally:
             with self._wake:
                 self._closed = True
@@ -197,8 +205,7 @@ class Engine:
                 for row in self._rows:
                     row.ticket = None
             for ticket in left:
-                if not ticket.cancelled:
-                    ticket.job.fail(EngineClosedError())
+                _tell(ticket, reason)
 
     def _wait_for_work(self) -> bool:
         """Returns whether there is any; False when there will be none."""
@@ -221,7 +228,8 @@ class Engine:
                 row = self._reading = self._seat_next()
                 if row is None:
                     return
-            assert row.ticket is not None
+                if row.ticket is None:
+                    continue
             part = _part(row.ticket.job.prompt_ids[len(row.ids) :], left)
             left -= len(part)
             try:
@@ -238,30 +246,38 @@ class Engine:
                 left = min(left, self._prompt_part)
 
     def _seat_next(self) -> _Row | None:
-        """Gives a row to the one that has waited longest, with what is known of its prompt."""
+        """Gives a row to the one that has waited longest, with what is known of its prompt.
+
+        Returns:
+            The row, without a job where that failed; None when there is none, or none waits.
+        """
         free = [row for row in self._rows if row.ticket is None]
         with self._wake:
-            if not free or not self._waiting:
+            if not free or not self._waiting or self._stopped:
                 return None
             ticket = self._waiting.popleft()
             prompt = ticket.job.prompt_ids
             # The last part has to be read anyway: the logits after it are wanted.
             shared = {row.index: _common(row.ids, prompt[:-_LEAST_PART]) for row in self._rows}
             row = _least_loss(free, shared)
-            self._seated += 1
-            row.ticket, row.used_at = ticket, self._seated
+            row.ticket = ticket
+            self._use(row)
         source = max(self._rows, key=lambda row: shared[row.index])
-        if shared[source.index] >= shared[row.index] + _WORTH_COPYING:
-            self._copy(source, row, shared[source.index])
-        else:
-            self._cache.cut(row.index, shared[row.index])
-            del row.ids[shared[row.index] :]
+        try:
+            if shared[source.index] >= shared[row.index] + _WORTH_COPYING:
+                self._copy(source, row, shared[source.index])
+            else:
+                del row.ids[shared[row.index] :]
+                self._cache.cut(row.index, len(row.ids))
+        except Exception as error:
+            row.ids = []
+            self._end(row, error)
         return row
 
     def _make_tokens(self) -> None:
         """Makes one token for every answer that is under way."""
         rows = self._closed_up(self._running())
-        if not rows:
+        if not rows or self._stopped:
             return
         try:
             all_logits = self._cache.step(
@@ -290,18 +306,25 @@ class Engine:
 
         A gap is left for a newcomer, where there is one.
         """
+        if not (self._cache.steps_spans and self._cache.joins_rows):
+            return rows
         while rows and rows[-1].index - rows[0].index >= len(rows):
             gaps = [row for row in self._rows[rows[0].index : rows[-1].index] if not row.ticket]
             if not gaps or self._waiting or self._reading:
                 break
             gap, last = gaps[0], rows[-1]
-            self._copy(last, gap, len(last.ids))
+            try:
+                self._copy(last, gap, len(last.ids))
+            except Exception as error:
+                self._end(last, error)
+                return self._running()
             gap.next_id, gap.used_at = last.next_id, last.used_at
             gap.ticket, last.ticket = last.ticket, None
             rows = self._running()
         return rows
 
     def _copy(self, source: _Row, target: _Row, length: int) -> None:
+        target.ids = []  # in case it fails halfway
         self._cache.copy(source.index, target.index, length)
         target.ids = source.ids[:length]
 
@@ -315,14 +338,27 @@ class Engine:
             self._end(row, error)
             return
         if token is None:
+            self._use(row)
             row.ticket = None
         else:
             row.next_id = token
 
+    def _use(self, row: _Row) -> None:
+        self._uses += 1
+        row.used_at = self._uses
+
     def _end(self, row: _Row, error: Exception) -> None:
         ticket, row.ticket = row.ticket, None
-        if ticket is not None and not ticket.cancelled:
-            ticket.job.fail(EngineClosedError() if self._stopped else error)
+        if ticket is not None:
+            _tell(ticket, EngineClosedError() if self._stopped else error)
+
+
+def _tell(ticket: _Ticket, error: Exception) -> None:
+    if not ticket.cancelled:
+        try:
+            ticket.job.fail(error)
+        except Exception:  # the other jobs go on
+            _log.exception("an answer's end could not be told")
 
 
 def _least_loss(free: Sequence[_Row], shared: Mapping[int, int]) -> _Row:

@@ -39,6 +39,8 @@ class KvCache(ABC):
         """Tokens that each row holds."""
         self.joins_rows = True
         """Whether one run of the model makes a step of several rows."""
+        self.steps_spans = False
+        """Whether such a run computes the rows between the first and the last as well."""
 
     @property
     def max_bytes(self) -> int:

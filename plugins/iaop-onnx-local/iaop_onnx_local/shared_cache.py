@@ -42,6 +42,7 @@ class SharedCache(KvCache):
 
     def __init__(self, decoder: Decoder, *, rows: int, capacity: int, pairs: bool = False) -> None:
         super().__init__(decoder, rows=rows, capacity=capacity)
+        self.steps_spans = True
         self._pairs = pairs and rows > 1
         self._buffers = [_Buffer(decoder, tensor, rows, capacity) for tensor in decoder.cache]
         self._prompts: dict[int, Any] = {}
