@@ -223,7 +223,7 @@ def _pin_call(method: Callable[..., Any]) -> Callable[..., Any]:
     async def pinned(self: InferenceBackend, *args: Any, **kwargs: Any) -> Any:
         if bridge.on_core_loop():
             return await method(self, *args, **kwargs)
-        return await bridge.on_core(lambda: method(self, *args, **kwargs))
+        return await bridge.on_core(method(self, *args, **kwargs))
 
     setattr(pinned, _PINNED, True)
     return pinned

@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from types import GeneratorType
 from typing import Any, Generic, Protocol, Self, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from iaop_core.errors import StreamInterruptedError
 
@@ -158,24 +159,27 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, core_loop())
 
 
-async def on_core(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Await the coroutine that `start` makes on core's loop, from a task of another loop.
+async def on_core(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine on core's loop, from a task of another loop.
 
     Cancelling the task cancels the coroutine. It does what awaiting `submit` does, at less cost.
     """
     here, there = asyncio.get_running_loop(), core_loop()
     answer: asyncio.Future[T] = here.create_future()
+    context = contextvars.copy_context()
     task: asyncio.Task[T] | None = None
 
     def begin() -> None:
         nonlocal task
-        if not answer.cancelled():
-            task = there.create_task(start())
+        if answer.cancelled():
+            coroutine.close()
+        else:
+            task = context.run(there.create_task, coroutine)
             task.add_done_callback(ended)
 
     def ended(task: asyncio.Task[T]) -> None:
         with suppress(RuntimeError):  # the caller's loop has been closed meanwhile
-            here.call_soon_threadsafe(deliver, task)
+            _post(here, lambda: deliver(task))
 
     def deliver(task: asyncio.Task[T]) -> None:
         if answer.done():
@@ -187,12 +191,44 @@ async def on_core(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         else:
             answer.set_result(task.result())
 
-    there.call_soon_threadsafe(begin)
+    _post(there, begin)
     try:
         return await answer
     except asyncio.CancelledError:
-        there.call_soon_threadsafe(lambda: task.cancel() if task else None)
+        _post(there, lambda: task.cancel() if task else None)
         raise
+
+
+class _Letterbox:
+    """Calls for a loop from other threads. Those that come together wake the loop once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)  # the box is kept as long as the loop, and no longer
+        self._calls: deque[Callable[[], object]] = deque()
+        self._is_waking = False
+
+    def put(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)  # before the question: a loop that empties the box takes it along
+        if not self._is_waking:
+            self._is_waking = True
+            if (loop := self._loop()) is not None:
+                loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._is_waking = False  # before the box is empty: what comes from now on wakes again
+        while self._calls:
+            self._calls.popleft()()
+
+
+_letterboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Letterbox] = WeakKeyDictionary()
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Have the loop make the call, which raises nothing. `RuntimeError` when it is closed."""
+    letterbox = _letterboxes.get(loop)
+    if letterbox is None:
+        letterbox = _letterboxes.setdefault(loop, _Letterbox(loop))
+    letterbox.put(call)
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -266,9 +302,31 @@ async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
     """Wait by suspending the running task."""
     if future.done():
         return future.result()
-    # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
-    async with asyncio.timeout(timeout_s):
-        return await asyncio.wrap_future(future)
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def resolve() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def resolved(_future: Future[T]) -> None:
+        with suppress(RuntimeError):  # the waiting loop has been closed meanwhile
+            _post(loop, resolve)
+
+    future.add_done_callback(resolved)
+    try:
+        if timeout_s is None:
+            await waiter
+        else:
+            # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
+            async with asyncio.timeout(timeout_s):
+                await waiter
+    except BaseException:
+        future.cancel()
+        raise
+    if future.cancelled():
+        raise asyncio.CancelledError
+    return future.result()
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:

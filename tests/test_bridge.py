@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -495,3 +497,54 @@ def test_no_end_is_lost_when_consumers_leave_at_random() -> None:
     assert eventually(lambda: ends.count == 200)
     time.sleep(0.05)
     assert ends.count == 200
+
+
+async def _twice(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def test_many_calls_at_once_cross_to_cores_loop_and_back_each_with_its_own_answer() -> None:
+    async def ask() -> list[int]:
+        return await asyncio.gather(*(bridge.on_core(_twice(i)) for i in range(500)))
+
+    assert asyncio.run(ask()) == [2 * i for i in range(500)]
+
+
+def test_call_that_was_cancelled_is_cancelled_on_cores_loop() -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    async def leave() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(bridge.on_core(work()), 0.05)
+
+    asyncio.run(leave())
+    assert ended.wait(5)
+
+
+def test_error_of_a_call_on_cores_loop_is_its_callers() -> None:
+    async def fail() -> None:
+        raise LookupError("there")
+
+    async def ask() -> None:
+        await bridge.on_core(fail())
+
+    with pytest.raises(LookupError, match="there"):
+        asyncio.run(ask())
+
+
+def test_loop_that_has_waited_for_core_is_freed() -> None:
+    async def ask() -> weakref.ref[asyncio.AbstractEventLoop]:
+        await bridge.on_core(_twice(1))
+        await bridge.suspend(bridge.submit(_twice(1)))
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(ask())
+    gc.collect()
+    assert loop() is None
