@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from iaop_core import errors
 from iaop_core.backend import InferenceBackend
 from iaop_core.capabilities import BackendCapabilities, BackendHealth
-from iaop_core.hookspecs import API_VERSION, BackendSpec, InferCall, ModelRef, Probe, hookimpl
+from iaop_core.hookspecs import (
+    API_VERSION,
+    BackendSpec,
+    Diagnosis,
+    InferCall,
+    ModelRef,
+    Probe,
+    hookimpl,
+)
 from iaop_core.messages import (
     DEFAULT_MAX_TOKENS,
     GenerationParams,
@@ -37,6 +45,7 @@ __all__ = [
     "BackendCapabilities",
     "BackendHealth",
     "BackendSpec",
+    "Diagnosis",
     "GenerationParams",
     "InferCall",
     "InferChunk",

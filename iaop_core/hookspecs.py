@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -19,6 +19,7 @@ __all__ = [
     "API_VERSION",
     "PROJECT_NAME",
     "BackendSpec",
+    "Diagnosis",
     "InferCall",
     "ModelRef",
     "Probe",
@@ -47,6 +48,16 @@ class Probe:
     reason: str = ""
 
 
+@frozen
+class Diagnosis:
+    """What a backend finds out about itself on this machine, for `iaop doctor`."""
+
+    facts: Mapping[str, str]
+    """Such as versions, devices, limits; in the order in which they are shown."""
+    findings: Sequence[str] = ()
+    """What is wrong, and what to do about it."""
+
+
 @frozen(kw_only=True)
 class BackendSpec:
     """One backend that a plugin offers; making it must stay cheap: it imports no SDK."""
@@ -67,6 +78,11 @@ class BackendSpec:
     )
     """Says whether the backend is usable here, without touching a device and without the SDK's
     import where its metadata is enough."""
+    diagnose: Callable[[], Diagnosis] | None = field(
+        default=None, validator=validators.optional(validators.is_callable())
+    )
+    """Tells what is installed and what of it works. `iaop doctor` alone calls it, in a process of
+    its own with a minute's time, so it may import the SDK, start devices, and even crash."""
 
 
 @frozen(kw_only=True)

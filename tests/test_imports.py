@@ -68,7 +68,8 @@ def test_command_brings_no_sdk_no_database_and_no_pytest(
     done = run_python("-c", code, path=(decoys,))
     assert done.returncode == 0, done.stderr
     assert not _loaded(done.stdout) & HEAVY
-    assert not list(decoys.glob("*.imported"))
+    if arguments != ["doctor"]:  # which asks the backends, in processes of their own
+        assert not list(decoys.glob("*.imported"))
 
 
 def test_import_of_core_brings_no_gateway_and_no_values(run_python: Run) -> None:

@@ -12,6 +12,7 @@ import click
 import importlib_metadata
 
 from iaop_core.cli.backends import echo_backends
+from iaop_core.cli.diagnosis import diagnose
 from iaop_core.cli.options import echo_json, find_values, json_option, values_option
 from iaop_core.errors import IaopError
 from iaop_core.hookspecs import API_VERSION
@@ -27,9 +28,10 @@ _SWITCHES = ("IAOP_PLUGINS", "IAOP_DISABLE_PLUGINS", "IAOP_VALUES")
 @values_option
 @json_option
 def doctor(values: Path | None, as_json: bool) -> None:
-    """Show what is installed and what is wrong with it.
+    """Show what is installed, what of it works, and what is wrong.
 
-    Broken plugins are findings, not failures: the exit code stays 0.
+    Backends that can tell of themselves are asked, each in a process of its own, which may start
+    its devices. Broken plugins are findings, not failures: the exit code stays 0.
     """
     registry = PluginRegistry()
     facts: dict[str, Any] = {
@@ -45,6 +47,16 @@ def doctor(values: Path | None, as_json: bool) -> None:
         for record in registry.records()
         if record.state != "available"
     ]
+    diagnoses = {
+        record.name: diagnose(record.name)
+        for record in registry.records()
+        if record.state == "available" and registry.get_spec(record.name).diagnose
+    }
+    findings += [
+        f"backend {name}: {finding}"
+        for name, diagnosis in diagnoses.items()
+        for finding in diagnosis.findings
+    ]
     findings += [
         f"{folder} is a broken metadata folder; remove it" for folder in registry.broken_metadata()
     ]
@@ -58,6 +70,7 @@ def doctor(values: Path | None, as_json: bool) -> None:
             {
                 "facts": facts,
                 "backends": [record.as_json() for record in registry.records()],
+                "diagnoses": {name: dict(found.facts) for name, found in diagnoses.items()},
                 "findings": findings,
             }
         )
@@ -66,6 +79,10 @@ def doctor(values: Path | None, as_json: bool) -> None:
         click.echo(f"{name}: {fact}")
     click.echo()
     echo_backends(registry)
+    for name, diagnosis in diagnoses.items():
+        click.echo(f"\n{name}")
+        for key, fact in diagnosis.facts.items():
+            click.echo(f"  {key}: {fact}")
     click.echo()
     click.echo("\n".join(f"! {finding}" for finding in findings) or "Nothing is wrong.")
 
