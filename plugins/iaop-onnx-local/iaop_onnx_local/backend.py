@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
@@ -37,6 +37,9 @@ __all__ = ["OnnxLocalBackend"]
 
 _log = logging.getLogger(__name__)
 
+_BEYOND_THE_KERNEL: Final = frozenset(("logprobs", "top_logprobs", "response_format", "grammar"))
+"""Parameters that a model's answer can honour, and the stand-in's can't."""
+
 
 class OnnxLocalBackend(InferenceBackend):
     """Runs decoder-only language models with ONNX Runtime, in process.
@@ -64,8 +67,10 @@ class OnnxLocalBackend(InferenceBackend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        model = self._model
-        return evolve(self._settings.capabilities, device=model.decoder.device if model else "")
+        capabilities, model = self._settings.capabilities, self._model
+        if self._kernel is not None:
+            return evolve(capabilities, params=capabilities.params - _BEYOND_THE_KERNEL)
+        return evolve(capabilities, device=model.decoder.device if model else "")
 
     @property
     def offline(self) -> bool:
@@ -134,7 +139,7 @@ class OnnxLocalBackend(InferenceBackend):
         """
         call = self._take(prompt, context, params)
         if isinstance(call, InferResult):
-            return iter([InferChunk(call.text), InferChunk("", call)])
+            return (chunk for chunk in (InferChunk(call.text), InferChunk("", call)))
         from iaop_onnx_local.streams import AnswerStream
 
         return AnswerStream(call)
