@@ -6,10 +6,18 @@ from pathlib import Path
 
 from iaop_core.errors import BackendUnavailableError, IaopError, ModelLoadError
 
-__all__ = ["load_error", "step_error"]
+__all__ = ["is_fault_of_file", "load_error", "step_error"]
 
 # ONNX Runtime raises classes of its own without a common base, and puts the fact into the text.
 _MEMORY = ("failed to allocate memory", "bad_alloc", "out of memory", "cudaerrormemoryallocation")
+
+
+_DAMAGED = ("InvalidProtobuf", "InvalidGraph", "NoModel")
+
+
+def is_fault_of_file(error: Exception) -> bool:
+    """Whether a session can't be created on any device."""
+    return type(error).__name__ in ("NoSuchFile", *_DAMAGED)
 
 
 def load_error(error: Exception, path: Path) -> ModelLoadError:
@@ -17,7 +25,7 @@ def load_error(error: Exception, path: Path) -> ModelLoadError:
     kind = type(error).__name__
     if kind == "NoSuchFile":
         why = "the file, or a weights file that it names, is missing"
-    elif kind in ("InvalidProtobuf", "InvalidGraph", "NoModel"):
+    elif kind in _DAMAGED:
         why = f"it is damaged or no ONNX model: {error}"
     elif kind == "NotImplemented":
         why = f"it uses an operator that the installed ONNX Runtime lacks: {error}"

@@ -85,6 +85,8 @@ class Decoder:
     ) -> None:
         self.session = opened.session
         self.device = opened.device
+        self.memory = "cuda" if opened.device == "cuda" else "cpu"
+        """Where the cache lives: on other devices ONNX Runtime moves it from and to the CPU."""
         self.threads = opened.threads
         inputs = {entry.name: entry for entry in self.session.get_inputs()}
         outputs = {entry.name: entry for entry in self.session.get_outputs()}
@@ -107,7 +109,12 @@ class Decoder:
         self.last_logits_only = last_only or not inputs.keys().isdisjoint(_LAST_POSITIONS)
         takes_rows = not isinstance(inputs["input_ids"].shape[0], int)
         grouped = "GroupQueryAttention" in find_operators(path)
-        self.shares_buffer = grouped and takes_rows and "use_cache_branch" not in inputs
+        self.shares_buffer = (
+            grouped
+            and takes_rows
+            and "use_cache_branch" not in inputs
+            and self.memory == self.device
+        )
         """Whether the attention operator writes into the buffer that holds the past."""
         told = {"attention_mask", "position_ids"} <= self._fed.keys()
         self.takes_padding = told and takes_rows and not grouped

@@ -89,7 +89,7 @@ class GrowingCache(KvCache):
         decoder.feed(binding, ids, starts, np.arange(width) >= padding[:, None])
         for tensor, past in zip(decoder.cache, pasts, strict=True):
             binding.bind_ortvalue_input(tensor.past, past)
-            binding.bind_output(tensor.present, decoder.device)
+            binding.bind_output(tensor.present, decoder.memory)
         binding.bind_output("logits", "cpu")
         decoder.run(binding, options)
         *presents, logits = binding.get_outputs()
@@ -131,5 +131,5 @@ class GrowingCache(KvCache):
     def _placed(self, values: NDArray[Any]) -> Any:
         # A copy in any case: `values` may be a view of what the runtime is about to free.
         return onnxruntime.OrtValue.ortvalue_from_numpy(
-            np.array(values, order="C"), self.decoder.device
+            np.array(values, order="C"), self.decoder.memory
         )

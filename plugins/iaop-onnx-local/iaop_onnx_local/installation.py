@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Final
 
 from attrs import frozen
 
 __all__ = ["RuntimePackages", "find_runtime_packages"]
 
+_PACKAGES: Final = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    *(f"onnxruntime-{name}" for name in ("openvino", "directml", "qnn", "rocm", "migraphx")),
+)
+"""Distributions that provide the module `onnxruntime`."""
 _INSTALL: Final = (
     "pip install 'iaop-onnx-local[gpu]' on a machine with an NVIDIA GPU, "
     "pip install 'iaop-onnx-local[cpu]' elsewhere"
@@ -17,34 +24,43 @@ _INSTALL: Final = (
 
 @frozen(slots=True)
 class RuntimePackages:
-    """The versions of the two packages that provide `onnxruntime`; `""` where not installed."""
+    """The installed distributions that provide `onnxruntime`."""
 
-    cpu: str
-    """Of `onnxruntime`."""
-    gpu: str
-    """Of `onnxruntime-gpu`."""
+    versions: dict[str, str]
+    """By name."""
+    is_importable: bool
+    """Whether the module is there, from whatever distribution."""
 
     @property
     def problem(self) -> str:
         """Why the installation can't be used and what to do about it, or `""`."""
-        if self.cpu and self.gpu:
+        if len(self.versions) > 1:
             return (
-                f"both onnxruntime {self.cpu} and onnxruntime-gpu {self.gpu} are installed; they "
-                "share one folder and overwrite each other, so which one runs is chance. Keep one: "
-                "pip uninstall -y onnxruntime onnxruntime-gpu, then " + _INSTALL
+                f"several packages of ONNX Runtime are installed ({self}); they share one folder "
+                "and overwrite each other, so which one runs is chance. Keep one: pip uninstall -y "
+                f"{' '.join(self.versions)}, then {_INSTALL}"
             )
-        if not self.cpu and not self.gpu:
-            return "neither onnxruntime nor onnxruntime-gpu is installed: " + _INSTALL
-        return ""
+        if self.is_importable:
+            return ""
+        if self.versions:
+            return (
+                f"{self} is installed, but its files are gone, as after uninstalling another "
+                "package that shares its folder: pip install --force-reinstall "
+                f"{next(iter(self.versions))}"
+            )
+        return f"no ONNX Runtime (such as onnxruntime or onnxruntime-gpu) is installed: {_INSTALL}"
 
     def __str__(self) -> str:
-        names = {"onnxruntime": self.cpu, "onnxruntime-gpu": self.gpu}
-        return ", ".join(f"{name} {number}" for name, number in names.items() if number)
+        named = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return named or "an ONNX Runtime of unknown origin"
 
 
 def find_runtime_packages() -> RuntimePackages:
-    """Looks both packages up in the metadata of the environment."""
-    return RuntimePackages(cpu=_version("onnxruntime"), gpu=_version("onnxruntime-gpu"))
+    """Looks the packages up in the metadata of the environment."""
+    versions = {name: number for name in _PACKAGES if (number := _version(name))}
+    spec = find_spec("onnxruntime")
+    # What an uninstall leaves behind is a folder without a module: a namespace without an origin.
+    return RuntimePackages(versions, is_importable=spec is not None and spec.origin is not None)
 
 
 def _version(distribution: str) -> str:

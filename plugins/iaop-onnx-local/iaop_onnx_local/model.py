@@ -97,7 +97,13 @@ class LocalModel:
         try:
             tokenizer = TextTokenizer(tokenizer_file)
             template = _load_template(folder, settings.chat_template)
-            opened = open_session(path, device=settings.device, threads=settings.threads)
+            opened = open_session(
+                path,
+                device=settings.device,
+                threads=settings.threads,
+                provider_options=settings.provider_options,
+                provider_library=settings.provider_library,
+            )
             decoder = Decoder(
                 opened,
                 path,
@@ -233,7 +239,7 @@ class LocalModel:
 def _make_cache(decoder: Decoder, folder: ModelFolder, settings: OnnxLocalSettings) -> KvCache:
     rows, capacity = settings.max_concurrency, folder.context_length(settings.context_length)
     needed, usable = rows * capacity * decoder.cache_bytes_per_token, usable_memory_bytes()
-    if decoder.device == "cpu" and usable is not None and needed > usable:
+    if decoder.memory == "cpu" and usable is not None and needed > usable:
         raise folder.fail(
             f"{rows} answers of {capacity} tokens can take {needed / 1e6:.0f} MB of cache, and "
             f"there are {usable / 1e6:.0f} MB of memory; lower max_concurrency or context_length"

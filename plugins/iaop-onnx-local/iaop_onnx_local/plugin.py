@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from iaop_core import BackendSpec, Probe, hookimpl
+from iaop_core import BackendSpec, Diagnosis, Probe, hookimpl
 from iaop_onnx_local.installation import find_runtime_packages
 from iaop_onnx_local.settings import NAME, OnnxLocalSettings
 
@@ -26,6 +26,12 @@ def _probe() -> Probe:
     return Probe(usable=not problem, reason=problem)
 
 
+def _diagnose() -> Diagnosis:
+    from iaop_onnx_local.diagnosis import diagnose
+
+    return diagnose()
+
+
 @hookimpl
 def iaop_backends() -> Sequence[BackendSpec]:
     return [
@@ -37,5 +43,6 @@ def iaop_backends() -> Sequence[BackendSpec]:
             settings_class=OnnxLocalSettings,
             factory=_make,
             probe=_probe,
+            diagnose=_diagnose,
         )
     ]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final
 
 from attrs import field, frozen, validators
 
 from iaop_core import BackendCapabilities
 from iaop_core.messages import PARAM_NAMES
 
-__all__ = ["NAME", "Device", "OnnxLocalSettings"]
+__all__ = ["NAME", "OnnxLocalSettings"]
 
 NAME: Final = "onnx-local"
 
-Device = Literal["auto", "cuda", "cpu"]
+_DEVICE: Final = r"auto|cuda|cpu|\w+ExecutionProvider"
+_OPTION: Final = validators.deep_mapping(
+    validators.instance_of(str), validators.instance_of((str, int, float))
+)
 
 
 @frozen(kw_only=True, slots=True)
@@ -26,9 +30,16 @@ class OnnxLocalSettings:
     """Which ONNX file of the model folder runs: its path in the folder, or the name of a variant of
     the weights (`q4` is `model_q4.onnx` or `onnx/model_q4.onnx`). Empty: the one that
     `genai_config.json` names, else `model.onnx`, else `onnx/model.onnx`."""
-    device: Device = field(default="auto", validator=validators.in_(("auto", "cuda", "cpu")))
-    """`cuda` must be had, or loading fails. `auto` takes CUDA where the installed runtime can
+    device: str = field(default="auto", validator=validators.matches_re(_DEVICE))
+    """`cuda` must be had, or loading fails; so must any other execution provider, given by its full
+    name, such as `OpenVINOExecutionProvider`. `auto` takes CUDA where the installed runtime can
     use it, else the CPU; results and health say which."""
+    provider_options: Mapping[str, Any] = field(factory=dict, validator=_OPTION)
+    """Options of the execution provider of `device`, by the names that it documents. Not with
+    `auto`, nor `device_id` for `cuda`: which card it is says `CUDA_VISIBLE_DEVICES`."""
+    provider_library: str = ""
+    """Path of a vendor's plugin library (built for ONNX Runtime's interface of execution providers)
+    that offers the provider of `device`, which has to be given by its full name."""
     threads: int = field(default=0, validator=validators.ge(0))
     """CPU threads of one step. 0: as many as the affinity mask and the cgroup's quota allow."""
     max_concurrency: int = field(default=8, validator=validators.ge(1))
@@ -53,6 +64,14 @@ class OnnxLocalSettings:
     """Health fails when one step of the engine has been running for so long (seconds)."""
     offline: bool = False
     """Answers from the offline kernel; no model, no runtime."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.provider_options and self.device == "auto":
+            raise ValueError("provider_options need a device by name, not 'auto'")
+        if self.device == "cuda" and "device_id" in self.provider_options:
+            raise ValueError("device_id is not for cuda: CUDA_VISIBLE_DEVICES says which card")
+        if self.provider_library and self.device in ("auto", "cuda", "cpu"):
+            raise ValueError("provider_library needs the full name of its provider as device")
 
     @property
     def capabilities(self) -> BackendCapabilities:
