@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,12 @@ from iaop_core import (
     with_context,
 )
 from iaop_core.backend import Context
-from iaop_core.errors import IaopError, ModelLoadError, ModelNotLoadedError
+from iaop_core.errors import (
+    BackendProtocolError,
+    IaopError,
+    ModelLoadError,
+    ModelNotLoadedError,
+)
 from iaop_core.messages import Message, Params, Prompt
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ class CloudApiBackend(InferenceBackend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return capabilities_of(self._settings)
+        return capabilities_of(self._settings, offline=self.offline)
 
     @property
     def offline(self) -> bool:
@@ -151,7 +157,8 @@ class CloudApiBackend(InferenceBackend):
         if self._kernel is not None:
             return self._kernel.infer(prompt, context, max_tokens=given.max_tokens)
         body = self._body(model, messages, given, stream=False)
-        answer = await self._endpoint.answer(body, model=model)
+        answer = await self._endpoint.answer(body, model=model, top_logprobs=_wanted(given))
+        _check_form(answer, given, self.name)
         return self._result(model, messages, answer, started)
 
     async def astream(
@@ -166,14 +173,17 @@ class CloudApiBackend(InferenceBackend):
             return
         body = self._body(model, messages, given, stream=True)
         first_ms = None
-        async with aclosing(self._endpoint.stream(body, model=model)) as stream:
+        items = self._endpoint.stream(body, model=model, top_logprobs=_wanted(given))
+        async with aclosing(items) as stream:
             async for item in stream:
-                if isinstance(item, str):
+                if isinstance(item, InferChunk):
                     if first_ms is None:
                         first_ms = _elapsed_ms(started)
-                    yield InferChunk(item)
+                    yield item
                 else:
-                    yield InferChunk("", self._result(model, messages, item, started, first_ms))
+                    _check_form(item, given, self.name)
+                    result = self._result(model, messages, item, started, first_ms)
+                    yield InferChunk("", result, item.untold)
 
     def _checked(
         self, prompt: Prompt, context: Context, params: Params
@@ -224,6 +234,7 @@ class CloudApiBackend(InferenceBackend):
             finish_reason=answer.finish_reason or "stop",
             usage_estimated=estimated,
             time_to_first_token_ms=first_ms,
+            logprobs=answer.logprobs,
         )
 
     def _health_by(self, listed: ModelList) -> BackendHealth:
@@ -258,6 +269,31 @@ class CloudApiBackend(InferenceBackend):
                 self.name,
                 " and the key" if self._settings.api_key else "",
             )
+
+
+def _wanted(given: GenerationParams) -> int | None:
+    """How many alternatives of each token to tell; None: no log probabilities."""
+    return (given.top_logprobs or 0) if given.logprobs else None
+
+
+def _check_form(answer: Answer, given: GenerationParams, name: str) -> None:
+    """Raise `BackendProtocolError` for a finished answer that was to be JSON and is none.
+
+    Endpoints that do not know `response_format` pass over it in silence. Whether JSON keeps to its
+    schema is the endpoint's word.
+    """
+    wanted = given.response_format
+    if wanted is None or answer.finish_reason != "stop":
+        return
+    with suppress(ValueError, RecursionError):  # that error holds the answer
+        value = json.loads(answer.text)
+        if wanted.type == "json_schema" or isinstance(value, dict):
+            return
+    raise BackendProtocolError(
+        f"backend {name!r}: the endpoint was asked for JSON (response_format) and answered "
+        "something else; name the parameters that it honours in the setting params",
+        backend=name,
+    )
 
 
 def _endpoint(settings: CloudApiSettings, name: str) -> Endpoint | None:

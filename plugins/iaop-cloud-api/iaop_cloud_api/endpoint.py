@@ -17,6 +17,7 @@ from iaop_cloud_api import _errors
 from iaop_cloud_api.reply import Answer, StreamReply, read_answer
 from iaop_cloud_api.settings import CloudApiSettings, sendable
 from iaop_cloud_api.sse import EventTooLongError, SseReader
+from iaop_core import InferChunk
 from iaop_core.errors import (
     BackendProtocolError,
     BackendUnavailableError,
@@ -74,8 +75,8 @@ class Endpoint:
         self._proxy()
         self._tls_context()
 
-    async def answer(self, body: bytes, *, model: str) -> Answer:
-        """Post a request that is not streamed."""
+    async def answer(self, body: bytes, *, model: str, top_logprobs: int | None = None) -> Answer:
+        """Post a request that is not streamed; `top_logprobs` as for `read_answer`."""
         limit_ms = self._settings.timeout_ms
         deadline = _now() + limit_ms / 1000
         async with self._slot(deadline):
@@ -84,9 +85,11 @@ class Endpoint:
                 reply = await self._read(response, deadline, limit_ms, _MAX_ANSWER_BYTES)
             finally:
                 response.release()
-        return read_answer(reply, backend=self._backend)
+        return read_answer(reply, backend=self._backend, top_logprobs=top_logprobs)
 
-    async def stream(self, body: bytes, *, model: str) -> AsyncGenerator[str | Answer]:
+    async def stream(
+        self, body: bytes, *, model: str, top_logprobs: int | None = None
+    ) -> AsyncGenerator[InferChunk | Answer]:
         """Post a streamed request: yields the texts as they come, and last the whole answer.
 
         Closing the generator closes the connection, which is how an endpoint learns of it.
@@ -98,7 +101,7 @@ class Endpoint:
             try:
                 await self._check_stream_type(response, deadline)
                 events = SseReader()
-                reply = StreamReply(backend=self._backend)
+                reply = StreamReply(backend=self._backend, top_logprobs=top_logprobs)
                 started = trailing = False
                 while not reply.done:
                     try:
@@ -114,7 +117,7 @@ class Endpoint:
                     for data in self._events(events, piece):
                         started = True
                         if text := reply.read(data):
-                            yield text
+                            yield InferChunk(text, logprobs=reply.told())
                         if reply.done:
                             break
                     if started and not trailing:
@@ -122,7 +125,7 @@ class Endpoint:
                         limit_ms = _TRAILER_MS if trailing else self._settings.idle_timeout_ms
                         deadline = _now() + limit_ms / 1000
                 if text := reply.rest():
-                    yield text
+                    yield InferChunk(text, logprobs=reply.told())
                 answer = reply.answer()
                 if reply.done:
                     await self._read_to_end(response)

@@ -30,7 +30,7 @@ def iaop_backends() -> Sequence[BackendSpec]:
             name="cloud-api",
             summary="Any OpenAI-compatible chat-completions endpoint",
             api_version="1.0",
-            capabilities=capabilities_of(CloudApiSettings(offline=True)),
+            capabilities=capabilities_of(CloudApiSettings(offline=True), offline=False),
             settings_class=CloudApiSettings,
             factory=_make,
             probe=_probe,

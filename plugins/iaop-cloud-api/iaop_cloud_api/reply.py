@@ -11,7 +11,7 @@ from attrs import define, field
 
 from iaop_cloud_api import _errors
 from iaop_core.errors import BackendProtocolError, IaopError, StreamInterruptedError
-from iaop_core.messages import FinishReason
+from iaop_core.messages import FinishReason, TokenLogprob
 
 __all__ = ["DONE", "Answer", "StreamReply", "read_answer"]
 
@@ -38,6 +38,10 @@ class Answer:
     finish_reason: FinishReason | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    """None when they were not asked for."""
+    untold: tuple[TokenLogprob, ...] = field(default=(), repr=False)
+    """Of a stream, those that came after the last text."""
 
     def take_usage(self, usage: object) -> None:
         """Take the counts of a `usage` object; a later one replaces an earlier one."""
@@ -46,9 +50,10 @@ class Answer:
             self.completion_tokens = _count(usage.get("completion_tokens"))
 
 
-def read_answer(body: bytes, *, backend: str) -> Answer:
+def read_answer(body: bytes, *, backend: str, top_logprobs: int | None = None) -> Answer:
     """Read the answer of a request that was not streamed.
 
+    `top_logprobs` is how many alternatives the call wants; None: no log probabilities.
     Raises `BackendProtocolError` for a body that is no answer, an error object among them, and what
     `_errors.from_error_object` tells for an error that says what it is.
     """
@@ -65,6 +70,9 @@ def read_answer(body: bytes, *, backend: str) -> Answer:
     if answer.finish_reason is None:
         _protocol(backend, "the answer does not say why it ended (finish_reason)")
     answer.take_usage(reply.get("usage"))
+    if top_logprobs is not None:
+        answer.logprobs = _logprobs(choice, top_logprobs, backend=backend)
+        _require_logprobs(answer, backend=backend)
     return answer
 
 
@@ -73,10 +81,10 @@ class StreamReply:
 
     The endpoint has stated the end when a choice had a `finish_reason`, or when `[DONE]` came after
     at least one choice (the reason then is `stop`). What comes between the two, such as the usage,
-    still belongs to the answer.
+    still belongs to the answer. `top_logprobs` is as for `read_answer`.
     """
 
-    def __init__(self, *, backend: str) -> None:
+    def __init__(self, *, backend: str, top_logprobs: int | None = None) -> None:
         self.done = False
         """`[DONE]` has come: nothing more belongs to this answer."""
         self._backend = backend
@@ -84,6 +92,9 @@ class StreamReply:
         self._deltas: list[str] = []
         self._half = ""
         self._any_choice = False
+        self._top_logprobs = top_logprobs
+        self._logprobs: list[TokenLogprob] = []
+        self._told = 0
 
     @property
     def finished(self) -> bool:
@@ -106,6 +117,8 @@ class StreamReply:
         if choice is None:
             return ""
         self._any_choice = True
+        if self._top_logprobs is not None:
+            self._logprobs += _logprobs(choice, self._top_logprobs, backend=self._backend)
         delta = choice.get("delta")
         text = _text(delta, backend=self._backend) if isinstance(delta, dict) else ""
         reason = _finish_reason(choice, backend=self._backend)
@@ -120,7 +133,8 @@ class StreamReply:
     def answer(self) -> Answer:
         """The whole answer, once the stream has ended.
 
-        Raises `StreamInterruptedError` when the endpoint has not stated that end.
+        Raises `StreamInterruptedError` when the endpoint has not stated that end, and
+        `BackendProtocolError` when it has told no log probabilities though it was asked.
         """
         answer = self._answer
         if answer.finish_reason is None:
@@ -135,7 +149,15 @@ class StreamReply:
                 )
             answer.finish_reason = "stop"
         answer.text = "".join(self._deltas)
+        if self._top_logprobs is not None:
+            answer.logprobs, answer.untold = tuple(self._logprobs), self.told()
+            _require_logprobs(answer, backend=self._backend)
         return answer
+
+    def told(self) -> tuple[TokenLogprob, ...]:
+        """The log probabilities that have come since the last time."""
+        begin, self._told = self._told, len(self._logprobs)
+        return tuple(self._logprobs[begin:])
 
     def rest(self) -> str:
         """The text that was held back for its other half, which has not come."""
@@ -185,6 +207,42 @@ def _text(message: dict[str, Any], *, backend: str) -> str:
     if not isinstance(content, str):
         _protocol(backend, f"the answer's content is not text but {type(content).__name__}")
     return content
+
+
+def _logprobs(choice: dict[str, Any], top: int, *, backend: str) -> tuple[TokenLogprob, ...]:
+    """The log probabilities of a choice; none when it has none."""
+    told = choice.get("logprobs")
+    entries = told.get("content") if isinstance(told, dict) else None
+    read = None
+    with suppress(TypeError, ValueError, KeyError):  # these errors may hold the text
+        read = tuple(_logprob(entry, top) for entry in entries or ())
+    if read is None:
+        _protocol(backend, "the answer's logprobs are not a list of tokens and their logprob")
+    return read
+
+
+def _logprob(entry: dict[str, Any], top: int) -> TokenLogprob:
+    token, data, number = entry["token"], entry.get("bytes"), entry.get("id")
+    if not isinstance(token, str) or not isinstance(data, list | None):
+        raise TypeError
+    others = [_logprob(other, 0) for other in entry.get("top_logprobs") or ()] if top else []
+    others.sort(key=lambda other: -other.logprob)
+    return TokenLogprob(
+        _whole(token),
+        None if data is None else bytes(data),
+        number if type(number) is int else None,
+        entry["logprob"],
+        tuple(others[:top]),
+    )
+
+
+def _require_logprobs(answer: Answer, *, backend: str) -> None:
+    if answer.text and not answer.logprobs:
+        _protocol(
+            backend,
+            "the endpoint was asked for logprobs and told none; name the parameters that it "
+            "honours in the setting params",
+        )
 
 
 def _finish_reason(choice: dict[str, Any], *, backend: str) -> FinishReason | None:

@@ -26,13 +26,18 @@ def request_body(
     """The request as JSON. Only the parameters that the caller has set are in it.
 
     `max_tokens` holds where `params` has none, so a limit is always sent; `max_tokens_field` is the
-    name that the endpoint reads it by. Raises `InvalidRequestError` for text that is no Unicode.
+    name that the endpoint reads it by. `top_logprobs` of 0 is left out: some endpoints then tell no
+    log probabilities at all. Raises `InvalidRequestError` for text that is no Unicode.
     """
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
         **params.given,
     }
+    if params.response_format is not None:
+        body["response_format"] = params.response_format.as_mapping
+    if params.top_logprobs == 0:
+        del body["top_logprobs"]
     body[max_tokens_field] = body.pop("max_tokens", max_tokens)
     if stream:
         body["stream"] = True

@@ -24,6 +24,9 @@ STANDARD_PARAMS = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
 )
 """The generation parameters that the chat-completions API itself has."""
 
@@ -122,6 +125,10 @@ def _check_params(_settings: object, _attribute: object, params: tuple[str, ...]
             f"params has unknown names: {', '.join(unknown)}; "
             f"known are {', '.join(sorted(PARAM_NAMES))}",
             path="params",
+        )
+    if "grammar" in params:
+        raise ValuesError(
+            "params can't have grammar: endpoints that take one read another syntax", path="params"
         )
 
 
@@ -236,9 +243,14 @@ class CloudApiSettings:
     """`load_model` asks the endpoint for its list first and fails unless the model is in it."""
 
 
-def capabilities_of(settings: CloudApiSettings) -> BackendCapabilities:
-    """What a backend of these settings can do."""
+def capabilities_of(settings: CloudApiSettings, *, offline: bool) -> BackendCapabilities:
+    """What a backend of these settings can do; `offline`: whether the kernel answers.
+
+    The kernel has no tokens that could be likely, and its answers have one form.
+    """
     params = frozenset((*settings.params, "max_tokens"))
+    if offline:
+        params -= {"logprobs", "top_logprobs", "response_format"}
     return BackendCapabilities(
         streaming=True,
         max_concurrency=settings.max_concurrency,

@@ -19,6 +19,7 @@ from faulty_upstream import (
 )
 
 from iaop_cloud_api import CloudApiBackend
+from iaop_core import TokenLogprob
 from iaop_core.errors import (
     BackendProtocolError,
     BackendTimeoutError,
@@ -168,8 +169,16 @@ def test_request_passes_every_standard_parameter_on(
         "presence_penalty": -1.5,
         "frequency_penalty": 0.5,
         "logit_bias": {7: -100},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": ["string", "null"]}, "strict": True},
+        },
     }
-    body = sent(upstream, backend, params=params)
+    upstream.answer(told([TOLD], content="null"))
+    backend.infer("Hi", params=params)
+    body = upstream.calls[-1].body
     assert params.keys() == set(backend.capabilities.params)
     assert {name: body[name] for name in params} == {**params, "logit_bias": {"7": -100}}
 
@@ -276,3 +285,126 @@ def test_rotated_key_is_used_at_once(upstream: FaultyUpstream, make: Any, tmp_pa
     sent(upstream, backend)
     keys = [call.headers["authorization"] for call in upstream.calls]
     assert keys == ["Bearer sk-1", "Bearer sk-2"]
+
+
+# -- log probabilities and forms -----------------------------------------------------------------
+
+TOLD = {
+    "token": "Hi",
+    "bytes": [72, 105],
+    "logprob": -0.25,
+    "top_logprobs": [
+        {"token": "Ho", "bytes": None, "logprob": -2.5},
+        {"token": "Hi", "bytes": [72, 105], "logprob": -0.25},
+        {"token": "\ud83d", "logprob": float("-inf"), "id": 7},
+    ],
+}
+
+
+def told(entries: Any, *, content: str = "Hi") -> Any:
+    message = {"role": "assistant", "content": content}
+    choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
+    return json_reply({"choices": [choice]})
+
+
+def test_logprobs_are_read_as_the_api_has_them(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    upstream.answer(told([TOLD]))
+    result = backend.infer("Hi", params={"logprobs": True, "top_logprobs": 3})
+    assert result.logprobs == (
+        TokenLogprob(
+            "Hi",
+            b"Hi",
+            None,
+            -0.25,
+            (
+                TokenLogprob("Hi", b"Hi", None, -0.25),
+                TokenLogprob("Ho", None, None, -2.5),
+                TokenLogprob("\ufffd", None, 7, -9999.0),
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("top", [None, 0, 1])
+def test_no_more_alternatives_are_told_than_asked_for(
+    upstream: FaultyUpstream, backend: CloudApiBackend, top: int | None
+) -> None:
+    upstream.answer(told([TOLD]))
+    result = backend.infer("Hi", params={"logprobs": True, "top_logprobs": top})
+    assert result.logprobs is not None
+    assert len(result.logprobs[0].top) == (top or 0)
+    assert upstream.calls[-1].body.get("top_logprobs") == (top or None)
+
+
+def test_logprobs_that_were_not_asked_for_are_not_told(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    upstream.answer(told([TOLD]))
+    assert backend.infer("Hi").logprobs is None
+
+
+@pytest.mark.parametrize("entries", [None, []])
+def test_endpoint_that_tells_no_logprobs_is_an_error(
+    upstream: FaultyUpstream, backend: CloudApiBackend, entries: Any
+) -> None:
+    upstream.answer(told(entries))
+    with pytest.raises(BackendProtocolError, match="told none"):
+        backend.infer("Hi", params={"logprobs": True})
+    upstream.answer(OK)
+    with pytest.raises(BackendProtocolError, match="told none"):
+        backend.infer("Hi", params={"logprobs": True})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        5,
+        "top secret",
+        {},
+        {"token": "top secret"},
+        {"token": 5, "logprob": -1},
+        {"token": "a", "logprob": "top secret"},
+        {"token": "a", "logprob": None},
+        {"token": "a", "logprob": float("nan")},
+        {"token": "a", "logprob": -1, "bytes": 10**12},
+        {"token": "a", "logprob": -1, "bytes": [999]},
+        {"token": "a", "logprob": -1, "top_logprobs": ["top secret"]},
+    ],
+    ids=str,
+)
+def test_malformed_logprobs_are_an_error_without_their_text(
+    upstream: FaultyUpstream, backend: CloudApiBackend, entry: Any
+) -> None:
+    upstream.answer(told([entry]))
+    with pytest.raises(BackendProtocolError, match="logprobs are not") as caught:
+        backend.infer("Hi", params={"logprobs": True, "top_logprobs": 1})
+    assert caught.value.__context__ is None
+    assert "top secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("json_object", "Sure: {}"), ("json_object", "[1]"), ("json_schema", "```json\n{}\n```")],
+)
+def test_answer_that_is_not_the_json_asked_for_is_an_error(
+    upstream: FaultyUpstream, backend: CloudApiBackend, form: str, text: str
+) -> None:
+    wanted: dict[str, Any] = {"type": form}
+    if form == "json_schema":
+        wanted["json_schema"] = {"name": "a", "schema": {}}
+    upstream.answer(told(None, content=text))
+    with pytest.raises(BackendProtocolError, match="asked for JSON") as caught:
+        backend.infer("Hi", params={"response_format": wanted})
+    assert text not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+def test_json_that_the_limit_cuts_is_an_answer(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    choice = {"message": {"content": '{"a": '}, "finish_reason": "length"}
+    upstream.answer(json_reply({"choices": [choice]}))
+    result = backend.infer("Hi", params={"response_format": {"type": "json_object"}})
+    assert (result.text, result.finish_reason) == ('{"a": ', "length")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from iaop_cloud_api import CloudApiBackend
+from iaop_core.errors import CapabilityNotSupportedError
 
 
 def test_offline_needs_no_address_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +31,16 @@ def test_offline_keeps_the_other_facts() -> None:
     )
     assert backend.capabilities.max_concurrency == 3
     assert not backend.capabilities.on_premises
+
+
+@pytest.mark.parametrize("name", ["logprobs", "response_format"])
+def test_offline_refuses_what_the_kernel_can_not_give(name: str) -> None:
+    params = {"logprobs": True, "response_format": {"type": "json_object"}}
+    with CloudApiBackend(offline=True) as backend:
+        backend.load_model("m")
+        assert "temperature" in backend.capabilities.params
+        with pytest.raises(CapabilityNotSupportedError, match=name):
+            backend.infer("Hi", params={name: params[name]})
 
 
 WITHOUT_AIOHTTP = """

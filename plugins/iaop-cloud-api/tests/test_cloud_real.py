@@ -61,6 +61,18 @@ def test_real_stop_text_ends_the_answer(real: CloudApiBackend) -> None:
     assert cut.finish_reason == "stop"
 
 
+def test_real_logprobs_are_those_of_the_tokens(real: CloudApiBackend) -> None:
+    params = {**GREEDY, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    result = real.infer("What is the capital of France?", params=params)
+    assert result.logprobs is not None
+    assert "".join(entry.token for entry in result.logprobs) == result.text
+    assert all(entry.top[0].token == entry.token for entry in result.logprobs)
+    assert all(isinstance(entry.token_id, int) for entry in result.logprobs)
+    without = real.infer("What is the capital of France?", params={**params, "top_logprobs": 0})
+    assert without.logprobs is not None
+    assert [entry.top for entry in without.logprobs] == [()] * 8
+
+
 def test_real_overflow_tells_both_numbers(real: CloudApiBackend) -> None:
     with pytest.raises(ContextLengthExceededError) as caught:
         real.infer("x " * 9000)

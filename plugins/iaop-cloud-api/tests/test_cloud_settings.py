@@ -50,6 +50,7 @@ def test_address_that_is_none_is_refused(url: str) -> None:
         {"model_list": "maybe"},
         {"params": ["temprature"]},
         {"params": "seed"},
+        {"params": ["grammar"]},
         {"headers": {"Host": "a"}},
         {"headers": {"content-length": "1"}},
         {"headers": {"X A": "b"}},

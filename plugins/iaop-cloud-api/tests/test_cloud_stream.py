@@ -27,7 +27,7 @@ from faulty_upstream import (
 )
 
 from iaop_cloud_api import CloudApiBackend
-from iaop_core import InferResult
+from iaop_core import InferResult, TokenLogprob
 from iaop_core.errors import (
     BackendProtocolError,
     BackendTimeoutError,
@@ -348,3 +348,53 @@ def test_connection_is_used_again_after_a_stream(
     for _ in range(3):
         collect(backend)
     assert {call.connection for call in upstream.calls} == {0}
+
+
+# -- log probabilities and forms -----------------------------------------------------------------
+
+
+def told(content: str | None, *tokens: str, finish: str | None = None) -> bytes:
+    """The event of a chunk that tells of these tokens."""
+    entries = [{"token": token, "bytes": list(token.encode()), "logprob": -1} for token in tokens]
+    choice = {"delta": {"content": content}, "finish_reason": finish}
+    return event({"choices": [{**choice, "logprobs": {"content": entries}}]})
+
+
+def test_logprobs_come_with_their_text_or_with_the_next(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    steps = [told("a", "a"), told("", "b"), told(None), told("bc", "c"), told(None, "<end>")]
+    upstream.answer(events(*steps, chunk(finish="stop"), DONE))
+    *deltas, end = backend.stream("Hi", params={"logprobs": True})
+    shown = [(piece.delta, [entry.token for entry in piece.logprobs]) for piece in (*deltas, end)]
+    assert shown == [("a", ["a"]), ("bc", ["b", "c"]), ("", ["<end>"])]
+    assert end.result is not None
+    assert end.result.logprobs == tuple(
+        TokenLogprob(token, token.encode(), None, -1.0) for token in ("a", "b", "c", "<end>")
+    )
+
+
+def test_stream_without_the_logprobs_asked_for_is_an_error(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    upstream.answer(events(*HELLO, chunk(finish="stop"), DONE))
+    with pytest.raises(BackendProtocolError, match="told none"):
+        list(backend.stream("Hi", params={"logprobs": True}))
+
+
+def test_stream_of_an_empty_answer_has_no_logprobs_to_tell(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    upstream.answer(events(chunk(""), chunk(finish="stop"), DONE))
+    _, result = collect(backend, logprobs=True)
+    assert (result.text, result.logprobs) == ("", ())
+
+
+def test_stream_that_is_not_the_json_asked_for_is_an_error(
+    upstream: FaultyUpstream, backend: CloudApiBackend
+) -> None:
+    upstream.answer(events(*HELLO, chunk(finish="stop"), DONE))
+    with pytest.raises(BackendProtocolError, match="asked for JSON"):
+        list(backend.stream("Hi", params={"response_format": {"type": "json_object"}}))
+    upstream.answer(events(chunk("{}"), chunk(finish="stop"), DONE))
+    assert collect(backend, response_format={"type": "json_object"})[0] == ["{}"]
