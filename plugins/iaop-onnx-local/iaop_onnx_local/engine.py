@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 _LONE_PART: Final = 256
 """Prompt tokens of a round when nobody waits for a token."""
 _LEAST_PART: Final = 2
-"""Prompt tokens of a run: the kernels for quantized weights round otherwise for one row than for
-several, and a prompt must come out the same however it is cut, or how much of it is known."""
+"""Prompt tokens of a run: kernels round otherwise for one token than for several, and a prompt must
+come out the same however it is cut, and however much of it is known."""
 _WORTH_COPYING: Final = 16
 """Tokens: reading fewer is as fast as copying what another row holds of them."""
 

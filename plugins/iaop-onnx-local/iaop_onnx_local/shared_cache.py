@@ -55,17 +55,10 @@ class SharedCache(KvCache):
     def extend(
         self, row: int, token_ids: Sequence[int], options: Any = None
     ) -> NDArray[np.floating]:
-        *rest, last = token_ids
-        if self._pairs:
-            # The last token goes with another row, so that its logits always come the same way.
-            if len(rest) > 1:
-                self._read(row, rest, options)
-            elif rest:
-                self._step(self._pair_of(row), {row: rest[0]})
-            return self._step(self._pair_of(row), {row: last})[0]
-        if rest:
+        if len(token_ids) > 1:
             return self._read(row, token_ids, options)
-        return self._step((row, row), {row: last})[0]
+        span = self._pair_of(row) if self._pairs else (row, row)
+        return self._step(span, {row: token_ids[0]})[0]
 
     def _step_together(
         self, rows: Sequence[int], token_ids: Sequence[int]
