@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
+
+from iaop_onnx_local.cgroup import MEMBERSHIP, ROOT, cgroup_folders, read_lines
 
 __all__ = ["usable_memory_bytes"]
 
+_FILES: Final = (("", "memory.max"), ("memory", "memory.limit_in_bytes"))
+"""The controller and its file, of cgroup version 2 and 1."""
 
-def usable_memory_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int | None:
+
+def usable_memory_bytes(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
     """Returns the number of bytes, or None where the system doesn't tell."""
     sizes = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1
-        try:
-            text = (cgroup_root / name).read_text("ascii").strip()
-        except (OSError, ValueError):
-            continue
-        if text.isdigit():  # "max" means none
-            sizes.append(int(text))
+    for controller, name in _FILES:
+        for folder in cgroup_folders(controller, cgroup_root, membership):
+            # Without a limit it is "max", or a number beyond any memory.
+            sizes += [int(line) for line in read_lines(folder / name) if line.isdigit()]
     return min(sizes, default=None)

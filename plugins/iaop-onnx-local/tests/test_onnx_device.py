@@ -20,6 +20,7 @@ from iaop_core.values import Values
 from iaop_onnx_local import OnnxLocalBackend, plugin
 from iaop_onnx_local.cuda import find_cuda_problem
 from iaop_onnx_local.installation import RuntimePackages, find_runtime_packages
+from iaop_onnx_local.memory import usable_memory_bytes
 from iaop_onnx_local.settings import OnnxLocalSettings
 from iaop_onnx_local.threads import usable_cpus
 
@@ -319,12 +320,12 @@ def test_spec_says_what_the_backend_says() -> None:
 # -- threads ------------------------------------------------------------------------------------
 
 
-def cgroup(root: Path, files: dict[str, str], membership: str = "") -> int:
+def write_cgroup(root: Path, files: dict[str, str], membership: str) -> tuple[Path, Path]:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "membership").write_text(membership)
-    return usable_cpus(root, root / "membership")
+    return root, root / "membership"
 
 
 @pytest.mark.parametrize(
@@ -339,6 +340,12 @@ def cgroup(root: Path, files: dict[str, str], membership: str = "") -> int:
         ({"a/cpu.max": "600000 100000\n", "cpu.max": "400000 100000\n"}, "0::/a\n", 4),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "1:cpu:/\n", 8),
         ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "", 3),
+        (
+            {"cpu/a/b/cpu.cfs_quota_us": "-1\n", "cpu/a/b/cpu.cfs_period_us": "100000\n"}
+            | {"cpu/a/cpu.cfs_quota_us": "500000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            "4:cpu,cpuacct:/a/b\n0::/\n",
+            5,
+        ),
         ({"cpu.max": "1600000 100000\n"}, "0::/\n", 8),
     ],
 )
@@ -350,7 +357,24 @@ def test_threads_keep_to_quota_and_mask(
     expected: int,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert cgroup(tmp_path, files, membership) == expected
+    assert usable_cpus(*write_cgroup(tmp_path, files, membership)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "membership", "expected"),
+    [
+        ({}, "", None),
+        ({"memory.max": "max\n"}, "0::/\n", None),
+        ({"a/b/memory.max": "max\n", "a/memory.max": "1048576\n"}, "0::/a/b\n", 2**20),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, "2:memory:/\n", None),
+        ({"memory/a/memory.limit_in_bytes": "4096\n"}, "2:pids,memory:/a\n", 4096),
+    ],
+)
+def test_memory_keeps_to_the_groups_limit(
+    tmp_path: Path, files: dict[str, str], membership: str, expected: int | None
+) -> None:
+    machine = usable_memory_bytes(tmp_path, tmp_path / "none")
+    assert usable_memory_bytes(*write_cgroup(tmp_path, files, membership)) == (expected or machine)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity masks")

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, processors
 
 from iaop_core import GenerationParams, Message
 from iaop_core.errors import CapabilityNotSupportedError, InvalidRequestError, ModelLoadError
+from iaop_onnx_local import OnnxLocalBackend
 from iaop_onnx_local.model import LocalModel
 from iaop_onnx_local.settings import OnnxLocalSettings
 
@@ -94,6 +95,51 @@ def test_refusal_of_a_template_is_the_callers_error(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
     with pytest.raises(InvalidRequestError, match="no system role"):
         prompt_ids(load(folder), Message("system", "s"), Message("user", "u"))
+
+
+def test_template_that_never_ends_ends_its_own_call_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("iaop_core.chat_template._MAX_SECONDS", 0.2)
+    folder = scripted(tmp_path)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = "{% if messages[0].content == 'u' %}" + endless + "{% endif %}a"
+    (folder / "chat_template.jinja").write_text(source)
+    model = load(folder)
+    with pytest.raises(InvalidRequestError, match="was stopped"):
+        prompt_ids(model, Message("user", "u"))
+    assert len(prompt_ids(model, Message("user", "a"))) == 1
+
+
+def test_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
+    folder = scripted(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidRequestError, match="SecurityError"):
+        prompt_ids(load(folder), Message("user", "u"))
+
+
+def test_call_cannot_bring_its_own_template(tmp_path: Path) -> None:
+    with OnnxLocalBackend(device="cpu") as backend:
+        backend.load_model(str(scripted(tmp_path)))
+        with pytest.raises(InvalidRequestError, match="chat_template"):
+            backend.infer("!", params={"chat_template": "{{ 'a' }}"})
+
+
+def test_image_for_a_text_model_is_refused(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with OnnxLocalBackend(device="cpu") as backend:
+        backend.load_model(str(scripted(tmp_path)))
+        with pytest.raises(CapabilityNotSupportedError, match="image"):
+            backend.infer([{"role": "user", "content": [image]}])
+
+
+def test_named_template_is_chosen_by_the_settings(tmp_path: Path) -> None:
+    folder = scripted(tmp_path)
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "bb"}]
+    set_config(folder, chat_template=named)
+    assert len(prompt_ids(load(folder, chat_template="tool_use"), Message("user", "u"))) == 2
+    with pytest.raises(ModelLoadError, match="default, tool_use"):
+        load(folder, chat_template="rag")
 
 
 def test_model_without_a_template_holds_no_chat(tmp_path: Path) -> None:
