@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -189,14 +190,27 @@ def test_missing_cuda_library_is_quoted_with_the_versions_needed(tmp_path: Path)
     assert "pip install" in problem
 
 
-def test_machine_without_a_driver_says_so() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="names libraries as Linux does")
+def test_missing_cudnn_is_quoted(tmp_path: Path) -> None:
+    if can_load("libcudnn.so.9"):
+        pytest.skip("this machine has cuDNN")
+    for name in ("shared", "cuda"):  # libraries that need nothing further
+        shutil.copy(providers_of_a_library(), tmp_path / f"libonnxruntime_providers_{name}.so")
+    assert "libcudnn.so.9: cannot open" in find_cuda_problem(tmp_path)
+
+
+def can_load(library: str) -> bool:
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(library)
     except OSError:
-        assert "there is no NVIDIA driver" in find_cuda_problem()
-        assert "libcuda.so.1" in find_cuda_problem()
-    else:
+        return False
+    return True
+
+
+def test_machine_without_a_driver_says_so() -> None:
+    if can_load("libcuda.so.1"):
         pytest.skip("this machine has a driver")
+    assert "there is no NVIDIA driver: libcuda.so.1" in find_cuda_problem()
 
 
 # -- what iaop doctor shows ---------------------------------------------------------------------
