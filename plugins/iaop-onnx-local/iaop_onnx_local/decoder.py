@@ -85,7 +85,7 @@ class Decoder:
     ) -> None:
         self.session = opened.session
         self.device = opened.device
-        self.memory = "cuda" if opened.device == "cuda" else "cpu"
+        self.memory = opened.memory
         """Where the cache lives: on other devices ONNX Runtime moves it from and to the CPU."""
         self.threads = opened.threads
         inputs = {entry.name: entry for entry in self.session.get_inputs()}

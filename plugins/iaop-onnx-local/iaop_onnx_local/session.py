@@ -40,6 +40,8 @@ class OpenSession:
     device: str
     """Where the session itself says that it runs: `cpu`, `cuda`, or of another provider its name
     in short, such as `openvino`."""
+    memory: str
+    """Where tensors can be bound without being moved: `cuda`, else `cpu`."""
     threads: int
     """CPU threads of one step."""
 
@@ -99,7 +101,10 @@ def open_session(
         return open_session(path, device="cpu", threads=threads)
     except Exception as error:  # ONNX Runtime's have no common base
         raise load_error(error, path) from error
-    return OpenSession(session, provider.removesuffix("ExecutionProvider").lower(), threads)
+    name = provider.removesuffix("ExecutionProvider").lower()
+    # Plugin libraries have memory of their own kinds.
+    compiled_in = provider in onnxruntime.get_available_providers()
+    return OpenSession(session, name, name if name == "cuda" and compiled_in else "cpu", threads)
 
 
 def start_session(

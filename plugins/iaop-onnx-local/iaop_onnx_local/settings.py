@@ -68,7 +68,7 @@ class OnnxLocalSettings:
     def __attrs_post_init__(self) -> None:
         if self.provider_options and self.device == "auto":
             raise ValueError("provider_options need a device by name, not 'auto'")
-        if self.device == "cuda" and "device_id" in self.provider_options:
+        if self.device.lower().startswith("cuda") and "device_id" in self.provider_options:
             raise ValueError("device_id is not for cuda: CUDA_VISIBLE_DEVICES says which card")
         if self.provider_library and self.device in ("auto", "cuda", "cpu"):
             raise ValueError("provider_library needs the full name of its provider as device")

@@ -161,6 +161,7 @@ def test_provider_of_a_vendors_library_runs_or_says_why_not(folder: Path) -> Non
         ({"device": "gpu"}, "device"),
         ({"provider_options": {"a": 1}}, "by name"),
         ({"device": "cuda", "provider_options": {"device_id": 1}}, "CUDA_VISIBLE_DEVICES"),
+        ({"device": "CUDAExecutionProvider", "provider_options": {"device_id": 1}}, "VISIBLE"),
         ({"device": "cpu", "provider_library": "x.so"}, "full name"),
         ({"device": "cuda", "provider_options": {"a": []}}, "provider_options"),
     ],
