@@ -24,13 +24,16 @@ def offered_providers() -> list[str]:
 
     That one is offered does not mean that it starts: its device or libraries may be missing.
     """
-    names = [*onnxruntime.get_available_providers(), *(d.ep_name for d in _devices())]
+    names = [
+        *onnxruntime.get_available_providers(),
+        *(d.ep_name for d in onnxruntime.get_ep_devices()),
+    ]
     return list(dict.fromkeys(names))
 
 
 def devices_of(provider: str) -> list[Any]:
     """The devices (`OrtEpDevice`) that a plugin library offers for a provider."""
-    return [device for device in _devices() if device.ep_name == provider]
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
 
 
 def register_library(provider: str, library: str) -> None:
@@ -41,11 +44,6 @@ def register_library(provider: str, library: str) -> None:
             provider on this machine; the message tells what it does offer.
     """
     path = Path(library).expanduser().resolve()
-    if not hasattr(onnxruntime, "register_execution_provider_library"):
-        raise ModelLoadError(
-            f"provider_library is set, and onnxruntime {onnxruntime.__version__} knows no plugin "
-            "libraries; upgrade it"
-        )
     with _lock:
         if _registered.get(provider) != path:
             if not path.is_file():
@@ -58,13 +56,8 @@ def register_library(provider: str, library: str) -> None:
                 ) from error
             _registered[provider] = path
     if not devices_of(provider):
-        others = {device.ep_name for device in _devices()} - {CPU}
+        others = {device.ep_name for device in onnxruntime.get_ep_devices()} - {CPU}
         raise ModelLoadError(
             f"{path} offers no device of {provider!r} on this machine; plugin libraries offer "
             + (", ".join(sorted(others)) or "none here")
         )
-
-
-def _devices() -> list[Any]:
-    find = getattr(onnxruntime, "get_ep_devices", None)  # since 1.22
-    return list(find()) if find else []

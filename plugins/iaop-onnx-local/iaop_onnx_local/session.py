@@ -153,11 +153,8 @@ def _explain(provider: str, told: str) -> str:
 
 
 def _check_placement(session: onnxruntime.InferenceSession, provider: str) -> None:
-    tell = getattr(session, "get_provider_graph_assignment_info", None)
-    if tell is None:  # before 1.24
-        return
     counts: Counter[str] = Counter()
-    for part in tell():
+    for part in session.get_provider_graph_assignment_info():
         counts[part.ep_name] += len(part.get_nodes())
     total = counts.total()
     if total and not counts[provider]:
