@@ -11,6 +11,12 @@ from fake_site import FakeSite, good_plugin
 from iaop_core.cli import diagnosis
 
 
+@pytest.fixture(autouse=True)
+def _without_the_real_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ("iaop-onnx-local", "iaop-gpu-triton", "iaop-cloud-api")
+    monkeypatch.setenv("IAOP_DISABLE_PLUGINS", ",".join(real))
+
+
 def install(site: FakeSite, name: str, diagnose: str) -> None:
     more = f"diagnose=lambda: {diagnose},"
     site.install(f"iaop-{name}", good_plugin(name, more=more), name=name)
