@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from iaop_onnx_local.settings import OnnxLocalSettings
@@ -10,6 +12,13 @@ if TYPE_CHECKING:
     from iaop_onnx_local.backend import OnnxLocalBackend
 
 __all__ = ["OnnxLocalBackend", "OnnxLocalSettings"]
+
+# ONNX Runtime's own packages, from 1.29 on, tell Microsoft what they run unless told not to before
+# they are imported. Besides, the thread for that keeps forked processes from ending. Who wants to
+# take part sets the variable to 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+if "onnxruntime" in sys.modules and os.environ["ORT_DISABLE_TELEMETRY"] != "0":
+    sys.modules["onnxruntime"].disable_telemetry_events()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from attrs import evolve
 
@@ -58,6 +59,8 @@ class OnnxLocalBackend(InferenceBackend):
         self._settings = evolve(settings or OnnxLocalSettings(), **changes)
         self._lifecycle = threading.Lock()
         self._model: LocalModel | None = None
+        self._replaced: WeakSet[LocalModel] = WeakSet()
+        """Models whose last answers are perhaps under way."""
         self._kernel = self._find_kernel()
 
     def __repr__(self) -> str:
@@ -81,7 +84,8 @@ class OnnxLocalBackend(InferenceBackend):
         """Loads a model folder: a path, or a name in the cache folder. Touches no network.
 
         An empty id means the setting `model`. When another model is loaded, the new one is ready
-        before the old one goes, and answers under way end on the old one.
+        before the old one goes, and answers under way end on the old one. A model whose engine has
+        ended, or stayed in the process that was forked, is loaded anew.
 
         Raises:
             ModelLoadError: the model, its files, or the device asked for can't be had.
@@ -90,11 +94,14 @@ class OnnxLocalBackend(InferenceBackend):
         with self._lifecycle:
             if self._kernel is not None:
                 self._kernel.load(wanted)
-            elif self._model is None or self._model.model_id != wanted:
+            elif (
+                self._model is None or self._model.model_id != wanted or self._model.load_now.ended
+            ):
                 from iaop_onnx_local.model import LocalModel
 
                 old, self._model = self._model, LocalModel.load(wanted, self._settings)
                 if old is not None:
+                    self._replaced.add(old)
                     old.close(finish=True)
 
     def infer(
@@ -172,12 +179,14 @@ class OnnxLocalBackend(InferenceBackend):
         if model is None:
             return BackendHealth(False, "server_live=True, model_ready=False, loaded=False")
         load = model.load_now
-        ready = load.still_s < self._settings.stall_timeout_s
+        ready = not load.ended and load.still_s < self._settings.stall_timeout_s
         detail = (
             f"server_live=True, model_ready={ready}, loaded=True, device={model.decoder.device}, "
             f"threads={model.decoder.threads}, running={load.running}, waiting={load.waiting}"
         )
-        if not ready:
+        if load.ended:
+            detail += ", the engine does not run in this process: load the model anew"
+        elif not ready:
             detail += f", stalled: no step of the engine has ended for {load.still_s:.0f} s"
         return BackendHealth(ready, detail)
 
@@ -187,8 +196,9 @@ class OnnxLocalBackend(InferenceBackend):
             if self._kernel is not None:
                 self._kernel.unload()
             model, self._model = self._model, None
-            if model is not None:
-                model.close()
+            for each in (model, *self._replaced):
+                if each is not None:
+                    each.close()
 
     def close(self) -> None:
         self.unload()

@@ -100,10 +100,13 @@ class GrowingCache(KvCache):
         for place, row in enumerate(self._batch):
             length = self.lengths[row]
             self._alone[row] = self._taken_out(place, length, length)
-        self._batch, self._pasts = rows, []
+        self._batch, self._pasts = [], []
         if rows:
-            parts = [self._alone.pop(row) for row in rows]
-            self._pasts = self._of_length([self.lengths[row] for row in rows], parts)
+            lengths = [self.lengths[row] for row in rows]
+            self._pasts = self._of_length(lengths, [self._alone[row] for row in rows])
+            self._batch = rows
+            for row in rows:
+                del self._alone[row]
 
     def _of_length(self, lengths: list[int], parts: list[_Pasts] | None = None) -> _Pasts:
         """Pasts for rows of these lengths, from their own ones: padded on the left."""

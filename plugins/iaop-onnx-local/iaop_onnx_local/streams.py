@@ -75,8 +75,13 @@ class _Way:
     def cancel(self) -> None:
         """From any thread; does nothing once the answer has ended."""
         self._cancelled = True
-        if self._stop is not None:
-            self._stop()
+        stop = self._stop
+        if stop is not None:
+            stop()
+
+    def end(self) -> None:
+        """Lets go of the model: there is nothing left to cancel."""
+        self._stop = None
 
 
 class AnswerStream(Iterator[InferChunk]):
@@ -98,9 +103,12 @@ class AnswerStream(Iterator[InferChunk]):
             self._begin()
         item = self._items.get()
         if isinstance(item, InferChunk) and not self._ended:
-            self._ended = item.result is not None
+            if item.result is not None:
+                self._ended = True
+                self._way.end()
             return item
         self._ended = True
+        self._way.end()
         if isinstance(item, Exception):
             raise item
         raise StopIteration
@@ -129,8 +137,10 @@ async def stream_answer(call: Call) -> AsyncGenerator[InferChunk, None]:
     loop, items = asyncio.get_running_loop(), asyncio.Queue[InferChunk | Exception]()
 
     def deliver(item: InferChunk | Exception) -> None:
-        with suppress(RuntimeError):  # the loop has been closed, and the reader with it
+        try:
             loop.call_soon_threadsafe(items.put_nowait, item)
+        except RuntimeError:  # the loop has been closed, and the reader with it
+            way.cancel()
 
     way = _Way(call, deliver)
     try:
