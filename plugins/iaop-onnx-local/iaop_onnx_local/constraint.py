@@ -1,10 +1,9 @@
 """Keeps an answer in its form, JSON or a grammar: says at each position which tokens may come.
 
 llguidance computes that. Of the libraries that do, it needs nothing else (xgrammar needs PyTorch
-and transformers), takes recursive schemas and context-free grammars (outlines-core, which makes
-regular expressions of schemas, does not), is ready in a millisecond where outlines-core walks the
-vocabulary for a second, and refuses the keywords that it can't enforce. It is under the MIT licence
-and has wheels for Linux, macOS and Windows that fit every Python from 3.9 on.
+and transformers), is ready for a new schema in milliseconds (outlines-core walks the vocabulary
+for a second) and takes context-free grammars and recursive schemas; it refuses the keywords that
+it can't enforce. It is MIT, with wheels for each Python on Linux, macOS and Windows.
 """
 
 from __future__ import annotations
