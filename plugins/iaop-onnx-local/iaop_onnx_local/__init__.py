@@ -17,8 +17,11 @@ __all__ = ["OnnxLocalBackend", "OnnxLocalSettings"]
 # they are imported. Besides, the thread for that keeps forked processes from ending. Who wants to
 # take part sets the variable to 0.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-if "onnxruntime" in sys.modules and os.environ["ORT_DISABLE_TELEMETRY"] != "0":
-    sys.modules["onnxruntime"].disable_telemetry_events()
+if os.environ["ORT_DISABLE_TELEMETRY"] != "0":
+    # Imported already, perhaps; and a broken installation leaves an empty module.
+    _stop = getattr(sys.modules.get("onnxruntime"), "disable_telemetry_events", None)
+    if _stop is not None:
+        _stop()
 
 
 def __getattr__(name: str) -> Any:
