@@ -117,9 +117,11 @@ class Answer:
         return tuple(self._logprobs[told:])
 
     def _logprob_of(self, chosen: Chosen) -> TokenLogprob:
+        tokenizer = self._model.tokenizer
+
         def entry(token: int, logprob: float, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
-            data = self._model.tokenizer.token_bytes(token)
-            return TokenLogprob(data.decode("utf-8", "replace"), data, token, logprob, tuple(top))
+            text, data = tokenizer.token_text(token), tokenizer.token_bytes(token)
+            return TokenLogprob(text, data, token, logprob, tuple(top))
 
         assert chosen.logprob is not None
         top = [entry(token, logprob) for token, logprob in chosen.top]
