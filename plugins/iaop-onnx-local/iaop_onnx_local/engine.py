@@ -89,6 +89,8 @@ class _Row:
     index: int
     ids: list[int] = field(factory=list)
     """The tokens that it holds."""
+    read: int = 0
+    """How many of them were read as a prompt; the others were made."""
     ticket: _Ticket | None = None
     next_id: int = 0
     """The token that was chosen and is to be read."""
@@ -104,10 +106,22 @@ class Engine:
         prompt_part: prompt tokens read in one round while other answers are under way.
         max_waiting: jobs that may wait for a row.
         name: of the thread.
+        lends_answers: whether a text may go on from an answer that was made, and not only from
+            prompts that were read. The kernels for quantized weights round otherwise for the one
+            than for the other, so a text could depend on what is still known.
     """
 
-    def __init__(self, cache: KvCache, *, prompt_part: int, max_waiting: int, name: str) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        *,
+        prompt_part: int,
+        max_waiting: int,
+        name: str,
+        lends_answers: bool = True,
+    ) -> None:
         self._cache = cache
+        self._lends_answers = lends_answers
         self._prompt_part = prompt_part
         self._max_waiting = max_waiting
         self._rows = [_Row(index) for index in range(cache.rows)]
@@ -240,6 +254,7 @@ class Engine:
             finally:
                 self._moved_at = time.monotonic()
             row.ids += part
+            row.read = len(row.ids)
             if len(row.ids) == len(row.ticket.job.prompt_ids):
                 self._reading = None
                 self._take(row, logits)
@@ -258,8 +273,9 @@ class Engine:
             ticket = self._waiting.popleft()
             prompt = ticket.job.prompt_ids
             # The last part has to be read anyway: the logits after it are wanted.
-            shared = {row.index: _common(row.ids, prompt[:-_LEAST_PART]) for row in self._rows}
-            row = _least_loss(free, shared)
+            lent = {row.index: self._lent(row) for row in self._rows}
+            shared = {row: _common(ids, prompt[:-_LEAST_PART]) for row, ids in lent.items()}
+            row = _least_loss(free, lent, shared)
             row.ticket = ticket
             self._use(row)
         source = max(self._rows, key=lambda row: shared[row.index])
@@ -268,6 +284,7 @@ class Engine:
                 self._copy(source, row, shared[source.index])
             else:
                 del row.ids[shared[row.index] :]
+                row.read = min(row.read, len(row.ids))
                 self._cache.cut(row.index, len(row.ids))
         except Exception as error:
             row.ids = []
@@ -327,6 +344,11 @@ class Engine:
         target.ids = []  # in case it fails halfway
         self._cache.copy(source.index, target.index, length)
         target.ids = source.ids[:length]
+        target.read = min(source.read, length)
+
+    def _lent(self, row: _Row) -> list[int]:
+        """What another text may go on from."""
+        return row.ids if self._lends_answers else row.ids[: row.read]
 
     def _take(self, row: _Row, logits: NDArray[np.floating]) -> None:
         ticket = row.ticket
@@ -361,11 +383,13 @@ def _tell(ticket: _Ticket, error: Exception) -> None:
             _log.exception("an answer's end could not be told")
 
 
-def _least_loss(free: Sequence[_Row], shared: Mapping[int, int]) -> _Row:
-    """The row to give away: one whose whole content goes on, an empty one, the oldest one."""
-    continued = [row for row in free if row.ids and shared[row.index] == len(row.ids)]
+def _least_loss(
+    free: Sequence[_Row], lent: Mapping[int, Sequence[int]], shared: Mapping[int, int]
+) -> _Row:
+    """The row to give away: one all of whose content goes on, an empty one, the oldest one."""
+    continued = [row for row in free if 0 < len(lent[row.index]) == shared[row.index]]
     if continued:
-        return max(continued, key=lambda row: len(row.ids))
+        return max(continued, key=lambda row: shared[row.index])
     return min(free, key=lambda row: (bool(row.ids), row.used_at))
 
 

@@ -121,6 +121,7 @@ class LocalModel:
             cache,
             prompt_part=settings.prompt_part,
             max_waiting=settings.max_waiting,
+            lends_answers=not settings.batch_invariant,
             name=f"iaop-onnx-{folder.path.name}",
         )
         _log.info(

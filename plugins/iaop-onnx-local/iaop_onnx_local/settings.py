@@ -52,7 +52,8 @@ class OnnxLocalSettings:
     batch_invariant: bool = False
     """Keeps a text the same to the token whatever else is in the batch, with quantized weights,
     too: their kernels round otherwise for one row, so a lone answer is computed as one of two,
-    and takes about a fifth longer. In fp32 it is so anyway."""
+    and takes about a fifth longer. And for one token than for a prompt, so a chat that goes on
+    has its last answer read again. In fp32 it is so anyway."""
     max_tokens: int = field(default=256, validator=validators.ge(1))
     """Tokens of an answer at most, where the call doesn't say."""
     context_length: int = field(default=0, validator=validators.ge(0))

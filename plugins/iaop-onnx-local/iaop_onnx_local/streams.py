@@ -50,6 +50,7 @@ class Call:
                     f"backend {self.backend_name!r}: all rows are taken and no more may wait; try "
                     "again, or raise max_concurrency or max_waiting",
                     backend=self.backend_name,
+                    busy=True,
                 ) from None
             except EngineClosedError:
                 if self.get_model() is model:

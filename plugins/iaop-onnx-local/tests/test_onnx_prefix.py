@@ -84,6 +84,28 @@ def test_chat_goes_on_in_its_own_row(watched: Open, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_chat_may_go_on_from_its_prompts_alone(watched: Open, kind: str) -> None:
+    watch = watched(kind, rows=2, lends_answers=False)
+    text = STEM[:6]
+    assert tokens_read(watch, text, 4) == 6
+    for turn in range(5):
+        text = [*text, *watch.expected(text, 4), turn, 30]
+        assert tokens_read(watch, text, 4) == 4 + 2
+    assert watch.cache.of("copy") == []
+    # Nor does another text go on from an answer under way.
+    watch = watched(kind, rows=2, lends_answers=False)
+    others: list[Greedy] = []
+    first = Greedy(STEM, 30)
+    first.on_token = lambda job: (
+        len(job.ids) == 20 and others.append(watch.start([*STEM, *job.ids, 1, 2], 5))
+    )
+    watch.engine.submit(first)
+    assert first.result() == watch.expected(STEM, 30)
+    assert others[0].result() == watch.expected(others[0].prompt_ids, 5)
+    assert watch.cache.tokens_read == len(STEM) + 20 + 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_chats_by_turns_keep_their_rows(watched: Open, kind: str) -> None:
     watch = watched(kind, rows=3)
     chats = [STEM[:6], STEM[6:11], STEM[11:]]

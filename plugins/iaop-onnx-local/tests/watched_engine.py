@@ -127,6 +127,7 @@ class WatchedEngine:
         capacity: int = CAPACITY,
         prompt_part: int = 8,
         max_waiting: int = 1000,
+        lends_answers: bool = True,
     ) -> None:
         self.tiny = KINDS[kind]
         self.cache = WatchedCache(open_tiny_cache(folder, kind, rows=rows, capacity=capacity))
@@ -135,6 +136,7 @@ class WatchedEngine:
             prompt_part=prompt_part,
             max_waiting=max_waiting,
             name="watched",
+            lends_answers=lends_answers,
         )
 
     def __enter__(self) -> WatchedEngine:
