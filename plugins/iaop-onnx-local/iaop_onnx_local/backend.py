@@ -28,6 +28,7 @@ from iaop_core.backend import Context
 from iaop_core.errors import BackendUnavailableError, ModelNotLoadedError
 from iaop_core.messages import Params, Prompt
 from iaop_onnx_local.installation import find_runtime_packages
+from iaop_onnx_local.memory import give_memory_back
 from iaop_onnx_local.settings import NAME, OnnxLocalSettings
 
 if TYPE_CHECKING:
@@ -195,10 +196,14 @@ class OnnxLocalBackend(InferenceBackend):
         with self._lifecycle:
             if self._kernel is not None:
                 self._kernel.unload()
-            model, self._model = self._model, None
-            for each in (model, *self._replaced):
-                if each is not None:
-                    each.close()
+            loaded = [self._model] if self._model is not None else []
+            self._model = None
+            for model in (*loaded, *self._replaced):
+                model.close()
+            if loaded:
+                loaded.clear()
+                del model
+                give_memory_back()
 
     def close(self) -> None:
         self.unload()
