@@ -166,10 +166,11 @@ def test_deadline_of_a_gateway_frees_the_row(tmp_path: Path) -> None:
     }
     with LLMGateway.from_values(values) as gateway:
         known = gateway.ask("Go on.", params={"max_tokens": 5})
+        long = {"max_tokens": 300, "logit_bias": {256: -100}}  # never the end token
         for _ in range(10):
-            for limit_ms in (1, 20):
+            for limit_ms in (1, 10):
                 with pytest.raises(BackendTimeoutError):
-                    gateway.ask("Go on. " * 20, params={"max_tokens": 300}, timeout_ms=limit_ms)
+                    gateway.ask("Go on. " * 20, params=long, timeout_ms=limit_ms)
         deadline = time.monotonic() + 10
         while "running=0" not in gateway.health().backends["local"].detail:
             assert time.monotonic() < deadline
