@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,35 @@ def test_chat_is_the_same_whether_its_beginning_is_known_or_not(smollm2: Path) -
         backend.load_model(str(smollm2))
         anew = [backend.infer(chat, params=params).text for chat in reversed(chats)]
     assert anew[::-1] == texts
+
+
+def test_real_answers_are_the_same_whatever_comes_and_goes(smollm2_fp32: Path) -> None:
+    chance = random.Random(4)
+    asked = [
+        (f"{n}. Tell me of {what}.", chance.choice([3, 9, 17]))
+        for n, what in enumerate(["rivers", "screws", "bread", "ships", "glass", "snow"])
+    ]
+
+    with OnnxLocalBackend(device="cpu", max_concurrency=3) as backend:
+        backend.load_model(str(smollm2_fp32))
+
+        def ask(prompt: str, tokens: int, delay_s: float = 0.0) -> str:
+            time.sleep(delay_s)
+            return backend.infer(prompt, params={"max_tokens": tokens}).text
+
+        def leave() -> str:
+            stream: Any = backend.stream("Tell me all of it.", params={"max_tokens": 200})
+            for _ in range(4):
+                next(stream)
+            stream.close()
+            return ""
+
+        delays = [chance.random() for _ in asked]
+        together = ask_together(
+            [partial(ask, *each, delay_s) for each, delay_s in zip(asked, delays, strict=True)]
+            + [leave] * 2
+        )
+        assert together == [ask(*each) for each in asked] + ["", ""]
 
 
 def test_known_beginning_of_a_long_prompt_is_not_read_again(real: OnnxLocalBackend) -> None:

@@ -26,6 +26,7 @@ from iaop_onnx_local.importer.folder import import_gguf
 from iaop_onnx_local.streams import Call, stream_answer
 
 Make = Callable[..., OnnxLocalBackend]
+Threads = Callable[[], list[threading.Thread]]
 
 LONG = [b"a"] * 900
 
@@ -41,10 +42,6 @@ def wait_until_idle(backend: OnnxLocalBackend) -> None:
     wait_for(
         lambda: "running=0, waiting=0" in backend.health_check().detail, "a slot was not given back"
     )
-
-
-def engine_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("iaop-onnx")]
 
 
 def run_python(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,10 +76,23 @@ def llama(tmp_path: Path) -> Iterator[Callable[..., OnnxLocalBackend]]:
         backend.close()
 
 
+@pytest.fixture
+def engine_threads() -> Threads:
+    """Tells the engines' threads that have begun since."""
+    before = threading.enumerate()
+    return lambda: [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("iaop-onnx") and thread not in before
+    ]
+
+
 # -- unloading and replacing --------------------------------------------------------------------
 
 
-def test_unloading_ends_answers_of_a_replaced_model_too(scripted: Make, tmp_path: Path) -> None:
+def test_unloading_ends_answers_of_a_replaced_model_too(
+    engine_threads: Threads, scripted: Make, tmp_path: Path
+) -> None:
     backend = scripted(LONG)
     stream = backend.stream(PROMPT, params={"max_tokens": 900})
     next(stream)
@@ -118,7 +128,9 @@ def test_unloading_ends_all_that_run_and_all_that_wait(scripted: Make) -> None:
     backend.close()
 
 
-def test_backend_closed_while_it_loads_holds_no_model(tmp_path: Path) -> None:
+def test_backend_closed_while_it_loads_holds_no_model(
+    engine_threads: Threads, tmp_path: Path
+) -> None:
     folder = write_scripted_model(tmp_path / "model", [b"a"])
     for _ in range(5):
         backend = OnnxLocalBackend(device="cpu")
@@ -131,7 +143,9 @@ def test_backend_closed_while_it_loads_holds_no_model(tmp_path: Path) -> None:
         assert not backend.health_check().healthy
 
 
-def test_models_replaced_under_load_lose_no_answer(scripted: Make, tmp_path: Path) -> None:
+def test_models_replaced_under_load_lose_no_answer(
+    engine_threads: Threads, scripted: Make, tmp_path: Path
+) -> None:
     backend = scripted([b"a"] * 30, {"max_waiting": 100})
     folders = [tmp_path / "scripted-0"]
     folders.append(write_scripted_model(tmp_path / "next", [b"b"] * 30))
@@ -183,7 +197,9 @@ def test_engine_that_broke_is_told_by_health_and_loaded_anew(
 # -- dropping -----------------------------------------------------------------------------------
 
 
-def test_dropped_backend_leaves_no_thread_and_no_model(llama: Make, tmp_path: Path) -> None:
+def test_dropped_backend_leaves_no_thread_and_no_model(
+    engine_threads: Threads, llama: Make, tmp_path: Path
+) -> None:
     backend = OnnxLocalBackend(device="cpu")
     backend.load_model(str(tmp_path / "llama"))
     stream = backend.stream(PROMPT, params={"max_tokens": 400})
