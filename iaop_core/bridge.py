@@ -299,9 +299,7 @@ async def block(future: Future[T], timeout_s: float | None = None) -> T:
 
 
 async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
-    """Wait by suspending the running task."""
-    if future.done():
-        return future.result()
+    """Wait by suspending the running task; also for what is there, so that others get to run."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -313,11 +311,11 @@ async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
         with suppress(RuntimeError):  # the waiting loop has been closed meanwhile
             _post(loop, resolve)
 
-    future.add_done_callback(resolved)
     try:
-        if timeout_s is None:
-            await waiter
+        if future.done():
+            await asyncio.sleep(0)
         else:
+            future.add_done_callback(resolved)
             # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
             async with asyncio.timeout(timeout_s):
                 await waiter

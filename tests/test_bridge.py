@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import itertools
 import os
 import random
 import threading
@@ -464,6 +465,23 @@ def test_no_wake_up_is_lost_under_stress() -> None:
         ]
         assert asyncio.run(consume_all()) == [list(range(100))] * 20
         assert [done.result(60) for done in in_threads] == [list(range(100))] * 20
+
+
+@pytest.mark.timeout(30)
+def test_reading_what_is_always_there_lets_the_loops_other_tasks_run() -> None:
+    async def read(work: bridge.Work[int]) -> None:
+        while await bridge.suspend(work.next()) is not None:
+            pass
+
+    async def read_for_a_while() -> None:
+        with bridge.pump(lambda: itertools.repeat(1)) as work:
+            reader = asyncio.ensure_future(read(work))
+            await asyncio.sleep(0.05)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+
+    asyncio.run(read_for_a_while())
 
 
 def test_no_end_is_lost_when_consumers_leave_at_random() -> None:

@@ -14,6 +14,7 @@ __all__ = ["NAME", "OnnxLocalSettings"]
 
 NAME: Final = "onnx-local"
 
+_LEAST_CONTEXT: Final = 8  # what a cache is checked with at load has six tokens
 _DEVICE: Final = r"auto|cuda|cpu|\w+ExecutionProvider"
 _OPTION: Final = validators.deep_mapping(
     validators.instance_of(str), validators.instance_of((str, int, float))
@@ -57,7 +58,8 @@ class OnnxLocalSettings:
     max_tokens: int = field(default=256, validator=validators.ge(1))
     """Tokens of an answer at most, where the call doesn't say."""
     context_length: int = field(default=0, validator=validators.ge(0))
-    """Tokens of prompt and answer together at most. 0: what the model was made for."""
+    """Tokens of prompt and answer together at most, no fewer than 8. 0: what the model was made
+    for."""
     chat_template: str = ""
     """A Jinja file's path, or the name of one of the model's own chat templates, such as
     `tool_use`. Empty: the model's default."""
@@ -67,6 +69,8 @@ class OnnxLocalSettings:
     """Answers from the offline kernel; no model, no runtime."""
 
     def __attrs_post_init__(self) -> None:
+        if 0 < self.context_length < _LEAST_CONTEXT:
+            raise ValueError(f"context_length is 0 or at least {_LEAST_CONTEXT}")
         if self.provider_options and self.device == "auto":
             raise ValueError("provider_options need a device by name, not 'auto'")
         if self.device.lower().startswith("cuda") and "device_id" in self.provider_options:

@@ -8,26 +8,19 @@ together. A prompt runs in a view of its own row.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, Final
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from iaop_onnx_local.decoder import CacheTensor, Decoder, Feed
+from iaop_onnx_local.cache_buffer import make_buffers
+from iaop_onnx_local.decoder import Decoder, Feed
 from iaop_onnx_local.kv_cache import KvCache
 
 __all__ = ["SharedCache"]
 
 _MASK_STEP: Final = 64
-# y = Identity(x) on bytes: an ONNX model (IR version 10, operators of version 21), as serialized.
-_COPY_MODEL: Final = bytes.fromhex(
-    "080a3a440a100a017812017922084964656e746974791204636f70795a140a0178120f0a0d080212"
-    "090a071205627974657362140a0179120f0a0d080212090a071205627974657342040a001015"
-)
 
 
 class SharedCache(KvCache):
@@ -44,13 +37,12 @@ class SharedCache(KvCache):
         super().__init__(decoder, rows=rows, capacity=capacity)
         self.steps_spans = True
         self._pairs = pairs and rows > 1
-        self._buffers = [_Buffer(decoder, tensor, rows, capacity) for tensor in decoder.cache]
+        self._buffers = make_buffers(decoder, rows, capacity)
         self._prompts: dict[int, Any] = {}
         """Bindings for prompts, by row."""
         self._steps: dict[tuple[int, int], _Step] = {}
         """For steps, by the first row and the number of rows."""
         self._logits = np.zeros((rows, 1, decoder.vocabulary), decoder.logits_type)
-        self._copier = _Copier(decoder)
 
     def extend(
         self, row: int, token_ids: Sequence[int], options: Any = None
@@ -71,8 +63,7 @@ class SharedCache(KvCache):
 
     def copy(self, source: int, target: int, length: int) -> None:
         for buffer in self._buffers:
-            for place, size_bytes in buffer.heads_of(source, length):
-                self._copier.copy(place, place + buffer.distance(source, target), size_bytes)
+            buffer.copy(source, target, length)
         self.lengths[target] = length
 
     def _pair_of(self, row: int) -> tuple[int, int]:
@@ -175,64 +166,3 @@ class _Step:
 
 def _bind_logits(binding: Any, logits: NDArray[np.floating]) -> None:
     binding.bind_output("logits", "cpu", 0, logits.dtype, logits.shape, logits.ctypes.data)
-
-
-class _Buffer:
-    """The memory of one cache tensor. On the CPU it is only taken as far as it is written."""
-
-    def __init__(self, decoder: Decoder, tensor: CacheTensor, rows: int, capacity: int) -> None:
-        self._device, self._type = decoder.device, tensor.type
-        self._row_shape = (tensor.heads, capacity, tensor.size)
-        self._token_bytes = tensor.size * np.dtype(tensor.type).itemsize
-        self._row_bytes = prod(self._row_shape) * np.dtype(tensor.type).itemsize
-        if self._device == "cpu":
-            # Not numpy's own zeros, which come in pages of 2 MiB where the system has them.
-            self._memory: Any = np.frombuffer(_private_memory(rows * self._row_bytes), np.uint8)
-            self._address = self._memory.ctypes.data
-        else:
-            self._memory = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-                (rows, *self._row_shape), tensor.type, self._device
-            )
-            self._address = self._memory.data_ptr()
-
-    def view(self, first: int, count: int) -> tuple[Any, ...]:
-        """Some rows, as `bind_input` and `bind_output` take a place."""
-        address = self._address + first * self._row_bytes
-        return self._device, 0, self._type, (count, *self._row_shape), address
-
-    def heads_of(self, row: int, length: int) -> list[tuple[int, int]]:
-        """Where the first tokens of a row are: address and bytes of each head's."""
-        heads, capacity, _ = self._row_shape
-        row_address = self._address + row * self._row_bytes
-        return [
-            (row_address + head * capacity * self._token_bytes, length * self._token_bytes)
-            for head in range(heads)
-        ]
-
-    def distance(self, row: int, other: int) -> int:
-        return (other - row) * self._row_bytes
-
-
-class _Copier:
-    """Copies within the device's memory, which ONNX Runtime's Python can't by itself."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._device = decoder.device
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(
-            _COPY_MODEL, options, providers=decoder.session.get_providers()
-        )
-        self._binding = self._session.io_binding()
-
-    def copy(self, source: int, target: int, size_bytes: int) -> None:
-        shape = (size_bytes,)
-        self._binding.bind_input("x", self._device, 0, np.uint8, shape, source)
-        self._binding.bind_output("y", self._device, 0, np.uint8, shape, target)
-        self._session.run_with_iobinding(self._binding)
-
-
-def _private_memory(size_bytes: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, size_bytes)  # Windows

@@ -119,8 +119,8 @@ def test_prompt_is_never_cut_and_the_answer_keeps_to_the_context(scripted: Make)
 
 
 def test_context_length_can_be_lowered(scripted: Make) -> None:
-    backend = scripted([b"a"], {"context_length": 4}, ends=False)
-    assert backend.infer(PROMPT).completion_tokens == 3
+    backend = scripted([b"a"], {"context_length": 8}, ends=False)
+    assert backend.infer(PROMPT).completion_tokens == 7
 
 
 def test_max_tokens_of_the_settings_holds_where_the_call_is_silent(scripted: Make) -> None:

@@ -164,6 +164,7 @@ def test_provider_of_a_vendors_library_runs_or_says_why_not(folder: Path) -> Non
         ({"device": "CUDAExecutionProvider", "provider_options": {"device_id": 1}}, "VISIBLE"),
         ({"device": "cpu", "provider_library": "x.so"}, "full name"),
         ({"device": "cuda", "provider_options": {"a": []}}, "provider_options"),
+        ({"context_length": 7}, "at least 8"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -15,6 +15,7 @@ import pytest
 from one_text import open_cache
 from tiny_decoders import TinyDecoder
 
+from iaop_onnx_local.cache_buffer import DeviceBuffer, DeviceCopier
 from iaop_onnx_local.decoder import Decoder
 from iaop_onnx_local.kv_cache import ROUNDING, KvCache
 from iaop_onnx_local.model_folder import find_model_folder
@@ -106,6 +107,20 @@ def test_beginning_of_a_row_serves_another_text(tmp_path: Path, layout: str) -> 
     close_to(tiny, cache.extend(1, [20, 21]), [*TEXTS[0][:5], 20, 21])
     cache.cut(0, 7)
     close_to(tiny, cache.extend(0, [22]), [*TEXTS[0][:7], 22])
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "grouped" in name])
+def test_cache_in_a_devices_memory_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    copier = DeviceCopier("cpu", ["CPUExecutionProvider"])
+
+    def make_buffers(decoder: Decoder, rows: int, capacity: int) -> list[DeviceBuffer]:
+        return [DeviceBuffer(tensor, rows, capacity, copier) for tensor in decoder.cache]
+
+    monkeypatch.setattr("iaop_onnx_local.shared_cache.make_buffers", make_buffers)
+    test_beginning_of_a_row_serves_another_text(tmp_path, layout)
+    test_rows_of_different_lengths_equal_the_definition(tmp_path, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
