@@ -27,6 +27,31 @@ _SCHEMA = {
     "required": ["state", "urgent"],
     "additionalProperties": False,
 }
+_MALFORMED_PROMPTS: list[Any] = [
+    None,
+    42,
+    [],
+    [None],
+    [42],
+    [{}],
+    [{"role": "user"}],
+    [{"role": "judge", "content": "a"}],
+]
+_MALFORMED_PARAMS: list[dict[str, Any]] = [
+    {"max_tokens": 0},
+    {"max_tokens": -1},
+    {"max_tokens": True},
+    {"max_tokens": "many"},
+    {"temperature": "hot"},
+    {"temperature": float("nan")},
+    {"max_token": 5},
+    {"top_logprobs": 2},
+    {"logprobs": True, "top_logprobs": 21},
+    {"response_format": "json"},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"grammar": ""},
+]
 _JSON_PROMPT = "How is the press on line 3? Answer in JSON, with the keys state and urgent."
 
 
@@ -68,41 +93,14 @@ class InferContract(ContractRules):
         told = loaded.infer(subject.prompt, ["a source", "another source"], params=params)
         assert (bare.text, bare.prompt_tokens) != (told.text, told.prompt_tokens)
 
-    @pytest.mark.parametrize(
-        "prompt",
-        [None, 42, [], [None], [42], [{}], [{"role": "user"}], [{"role": "judge", "content": "a"}]],
-        ids=str,
-    )
-    def test_malformed_prompt_is_the_callers_error(
-        self, loaded: InferenceBackend, prompt: Any
-    ) -> None:
-        with pytest.raises(InvalidRequestError):
-            loaded.infer(prompt)
+    def test_malformed_prompt_is_the_callers_error(self, loaded: InferenceBackend) -> None:
+        assert [prompt for prompt in _MALFORMED_PROMPTS if not _refuses(loaded, prompt)] == []
 
-    @pytest.mark.parametrize(
-        "params",
-        [
-            {"max_tokens": 0},
-            {"max_tokens": -1},
-            {"max_tokens": True},
-            {"max_tokens": "many"},
-            {"temperature": "hot"},
-            {"temperature": float("nan")},
-            {"max_token": 5},
-            {"top_logprobs": 2},
-            {"logprobs": True, "top_logprobs": 21},
-            {"response_format": "json"},
-            {"response_format": {"type": "xml"}},
-            {"response_format": {"type": "json_schema"}},
-            {"grammar": ""},
-        ],
-        ids=str,
-    )
     def test_malformed_parameter_is_the_callers_error(
-        self, subject: ContractSubject, loaded: InferenceBackend, params: dict[str, Any]
+        self, subject: ContractSubject, loaded: InferenceBackend
     ) -> None:
-        with pytest.raises(InvalidRequestError):
-            loaded.infer(subject.prompt, params=params)
+        taken = [p for p in _MALFORMED_PARAMS if not _refuses(loaded, subject.prompt, p)]
+        assert taken == []
 
     def test_token_limit_holds(self, subject: ContractSubject, loaded: InferenceBackend) -> None:
         params = {**subject.params_for(loaded), "max_tokens": 2}
@@ -267,3 +265,11 @@ def _ask_in_form(subject: ContractSubject, loaded: InferenceBackend, **form: Any
 
 def _close(stream: Any) -> None:
     stream.close()
+
+
+def _refuses(backend: InferenceBackend, prompt: Any, params: Any = None) -> bool:
+    try:
+        backend.infer(prompt, params=params)
+    except InvalidRequestError:
+        return True
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -29,14 +30,10 @@ class TextTokenizer:
         text = path.read_text("utf-8")
         try:
             self._tokenizer = Tokenizer.from_str(text)
-            # Reads the texts of control tokens as the plain text that they are in a message.
-            self._plain_tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} can't be read as a tokenizer: {error}") from error
-        self._plain_tokenizer.encode_special_tokens = True
-        for tokenizer in (self._tokenizer, self._plain_tokenizer):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         try:
             self._read_bytes, self._drops_space = byte_reader(json.loads(text).get("decoder"))
         except ValueError as error:
@@ -114,6 +111,13 @@ class TextTokenizer:
 
     def find_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """Reads the texts of control tokens as the plain text that they are in a message."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def _find_bos(self) -> int | None:
         """The token that the tokenizer itself puts before a text, or None."""

@@ -42,6 +42,7 @@ class Genai:
         ids = np.full((len(requests), longest), self._pad_id, np.int32)
         for row, request in zip(ids, requests, strict=True):
             row[: len(request["ids"])] = request["ids"]
+        began, pieces, chosen = clock(), [], []
         params = onnxruntime_genai.GeneratorParams(self._model)
         total = longest + steps
         # The smallest length is the largest: the end of text is never chosen.
@@ -49,7 +50,6 @@ class Genai:
             do_sample=False, batch_size=len(requests), max_length=total, min_length=total
         )
         generator = onnxruntime_genai.Generator(self._model, params)
-        began, pieces, chosen = clock(), [], []
         generator.append_tokens(ids)
         while len(pieces) < steps:
             generator.generate_next_token()
