@@ -93,7 +93,7 @@ def test_real_server_stops_work_when_a_stream_is_left(
         stream.close()  # type: ignore[attr-defined]
     started = time.monotonic()
     real.infer("Hi", params={"max_tokens": 1})
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 8  # the four would take longer
 
 
 def test_real_key_is_checked() -> None:

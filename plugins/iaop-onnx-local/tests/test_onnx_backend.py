@@ -328,7 +328,7 @@ def test_memory_comes_back_at_unload(smollm2: Path) -> None:
     with OnnxLocalBackend(device="cpu") as backend:
         for turn in range(10):
             backend.load_model(str(smollm2))
-            backend.infer("word " * (700 if turn % 2 else 7), params={"max_tokens": 8})
+            backend.infer("word " * (200 if turn % 2 else 7), params={"max_tokens": 8})
             backend.unload()
             gc.collect()
             pages.append(int(Path("/proc/self/statm").read_text().split()[1]))

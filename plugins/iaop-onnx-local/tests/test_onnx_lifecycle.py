@@ -163,6 +163,7 @@ def test_models_replaced_under_load_lose_no_answer(
         thread.start()
     for turn in range(1, 9):
         backend.load_model(str(folders[turn % 2]))
+        wait_for(lambda turn=turn: "ab"[turn % 2] * 30 in texts, "the new model is not asked")
     stop.set()
     for thread in threads:
         thread.join()
