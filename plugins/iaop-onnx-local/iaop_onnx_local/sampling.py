@@ -6,7 +6,8 @@ a whole vocabulary as seldom as it can: greedy once, and sampling sorts only the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,18 +89,28 @@ class Sampler:
         self._penalties = _Penalties(params, prompt_ids) if _penalises(params) else None
 
     def choose(self, logits: NDArray[np.floating]) -> Chosen:
-        """Chooses from the logits `[vocabulary]` of the next position, which are left as they are.
+        """Chooses from the logits `[vocabulary]` of the next position, the same after it as before.
 
         Raises:
             FloatingPointError: the logits hold NaN, or nothing but minus infinity.
             InvalidRequestError: the constraint has become too complex to go on with.
         """
         raw = logits if logits.dtype == np.float32 else logits.astype(np.float32)
-        scores: NDArray[np.float32] = raw
-        if self._penalties is not None:
-            scores = self._penalties.subtract_from(raw.copy())
+        if self._penalties is None:
+            token = self._choose_from(raw)
+        else:
+            with self._penalties.taken_from(raw):
+                token = self._choose_from(raw)
+            self._penalties.count(token)
         if self._constraint is not None:
-            scores = scores.copy() if scores is raw else scores
+            self._constraint.advance(token)
+        if self._params.top_logprobs is None:
+            return Chosen(token)
+        return _with_logprobs(raw, token, self._params.top_logprobs)
+
+    def _choose_from(self, scores: NDArray[np.float32]) -> int:
+        if self._constraint is not None:
+            scores = scores.copy()
             self._constraint.mask(scores)
         token = int(scores.argmax())
         best = float(scores[token])
@@ -109,13 +120,7 @@ class Sampler:
             share = self._random.random()
             if best != np.inf:
                 token = self._draw(scores, best, share)
-        if self._penalties is not None:
-            self._penalties.count(token)
-        if self._constraint is not None:
-            self._constraint.advance(token)
-        if self._params.top_logprobs is None:
-            return Chosen(token)
-        return _with_logprobs(raw, token, self._params.top_logprobs)
+        return token
 
     def _draw(self, scores: NDArray[np.float32], best: float, share: float) -> int:
         params = self._params
@@ -145,6 +150,9 @@ class _Penalties:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params = params
+        self._counts_tokens = bool(
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._biases = np.fromiter(params.logit_bias.values(), np.float32)
         # Different tokens of the prompt, then of the answer, and how often the answer has each.
@@ -153,10 +161,26 @@ class _Penalties:
         self._ids = np.fromiter([*seen, *[0] * 64], np.int64)
         self._counts = np.zeros(len(self._ids), np.float32)
 
-    def subtract_from(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Changes the scores in place."""
-        params, size = self._params, len(self._places)
+    @contextmanager
+    def taken_from(self, scores: NDArray[np.float32]) -> Iterator[None]:
+        """Changes the scores in place for as long as the context lasts.
+
+        They are few of many, and copying all takes longer than all the rest.
+        """
+        size = len(self._places)
         ids, counts = self._ids[:size], self._counts[:size]
+        before, biased_before = scores[ids], scores[self._bias_ids]
+        self._change(scores, ids, counts)
+        try:
+            yield
+        finally:
+            scores[ids] = before
+            scores[self._bias_ids] = biased_before
+
+    def _change(
+        self, scores: NDArray[np.float32], ids: NDArray[np.int64], counts: NDArray[np.float32]
+    ) -> None:
+        params = self._params
         if params.repetition_penalty != 1:
             known, penalty = scores[ids], params.repetition_penalty
             scores[ids] = np.where(known > 0, known / penalty, known * penalty)
@@ -165,9 +189,11 @@ class _Penalties:
                 params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
             )
         scores[self._bias_ids] += self._biases
-        return scores
 
     def count(self, token: int) -> None:
+        """Takes note of a token of the answer."""
+        if not self._counts_tokens:
+            return
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

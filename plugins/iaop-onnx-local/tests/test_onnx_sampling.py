@@ -191,11 +191,13 @@ def test_draws_depend_on_the_seed_and_their_number_alone() -> None:
     assert draw([LOGITS] * 3) != draw([LOGITS] * 2)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logit_bias": {1: 9}}])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.0, "top_p": 0.9}, {"logit_bias": {1: 9}, "repetition_penalty": 1.3}],
+)
 def test_row_of_a_batch_is_chosen_from_and_left_alone(params: dict[str, Any]) -> None:
     batch = np.random.default_rng(0).normal(0, 1, (3, 1, 5000)).astype(np.float32)
     before = batch.copy()
-    batch.setflags(write=False)
     for row in (batch[1, 0], batch[:, 0].T[:5000, 1]):
         chosen = Sampler(SamplingParams(seed=3, top_logprobs=2, **params), []).choose(row)
         alone = Sampler(SamplingParams(seed=3, top_logprobs=2, **params), []).choose(row.copy())
