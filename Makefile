@@ -18,7 +18,7 @@ help:
 	@echo "make bench   what the gateway's path costs"
 	@echo "make bench-triton  what gpu-triton costs against tritonclient itself, on a real Triton"
 	@echo "make bench-onnx    onnx-local beside other engines, on an idle machine (40 minutes)"
-	@echo "make alone   test each plugin by itself, from built wheels in clean environments"
+	@echo "make alone   the contract suite on each plugin by itself, from wheels in clean environments"
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/iaop-onnx fetch

@@ -14,6 +14,8 @@ __all__ = ["LifecycleContract"]
 
 
 class LifecycleContract(ContractRules):
+    leaves_loaded = False
+
     @pytest.mark.usefixtures("strict")
     def test_infer_before_load_fails_closed(
         self, subject: ContractSubject, unloaded: InferenceBackend

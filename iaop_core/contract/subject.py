@@ -12,6 +12,9 @@ from iaop_core.backend import InferenceBackend
 
 __all__ = ["ContractRules", "ContractSubject"]
 
+_SHARED = pytest.StashKey[dict[str, InferenceBackend]]()
+"""The backends that the rules of a class share, by name."""
+
 
 @frozen(kw_only=True)
 class ContractSubject:
@@ -29,6 +32,9 @@ class ContractSubject:
     """The offline kernel's tag when `make` makes backends in offline mode; None: they are real."""
     loads_itself_because: str | None = None
     """Why the backend loads itself when asked instead of failing closed; strict backends do not."""
+    shared_as: str = ""
+    """A name by which the rules of a class share one loaded backend, where none of them unloads it:
+    for models that take long to load. Empty: each rule loads its own."""
     prompt: str = "Say one sentence about factories."
     params: Mapping[str, Any] = field(factory=lambda: {"max_tokens": 12, "temperature": 0.0})
     """Parameters that make answers short and repeatable; those not supported are left out."""
@@ -46,6 +52,9 @@ class ContractSubject:
 class ContractRules:
     """The fixtures that all rules share."""
 
+    leaves_loaded = True
+    """Whether the rules leave a loaded backend as it was."""
+
     @pytest.fixture
     def strict(self, subject: ContractSubject) -> None:
         """For the rules of failing closed."""
@@ -60,7 +69,21 @@ class ContractRules:
         backend.close()
 
     @pytest.fixture
-    def loaded(self, subject: ContractSubject, unloaded: InferenceBackend) -> InferenceBackend:
+    def loaded(
+        self,
+        subject: ContractSubject,
+        unloaded: InferenceBackend,
+        request: pytest.FixtureRequest,
+    ) -> InferenceBackend:
         """A backend with its model loaded."""
-        unloaded.load_model(subject.model_id)
-        return unloaded
+        name = subject.shared_as
+        if not (name and self.leaves_loaded):
+            unloaded.load_model(subject.model_id)
+            return unloaded
+        rules: pytest.Class = request.node.getparent(pytest.Class)
+        shared: dict[str, InferenceBackend] = rules.stash.setdefault(_SHARED, {})
+        if name not in shared:
+            shared[name] = subject.make()
+            rules.addfinalizer(shared[name].close)
+            shared[name].load_model(subject.model_id)
+        return shared[name]

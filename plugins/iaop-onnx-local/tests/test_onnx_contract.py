@@ -36,6 +36,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> ContractSubject:
         model_id=smollm2.name,
         other_model_id=str(other),
         missing_model_id="no-such-model",
+        shared_as="real",
     )
 
 
