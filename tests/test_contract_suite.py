@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -264,3 +265,47 @@ def test_suite_passes_for_a_backend_that_keeps_the_rules(outcomes: Outcomes) -> 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_suite_catches_a_backend_that_breaks_a_rule(outcomes: Outcomes, name: str) -> None:
     assert MUTANTS[name][1] in outcomes[name]["FAILED"]
+
+
+SHARED = """
+import pytest
+from iaop_core.contract import ContractSubject, InferContract
+from iaop_core.echo import EchoBackend
+
+alive, loads = [], []
+
+
+class Counted(EchoBackend):
+    def __init__(self):
+        super().__init__()
+        alive.append(self)
+
+    def load_model(self, model_id=""):
+        loads.append(model_id)
+        super().load_model(model_id)
+
+    def close(self):
+        super().close()
+        alive.remove(self)
+
+
+@pytest.fixture
+def subject():
+    return ContractSubject(make=Counted, shared_as="one")
+
+
+class TestInfer(InferContract): ...
+
+
+def test_one_was_loaded_and_none_is_left():
+    assert (len(loads), alive) == (1, [])
+"""
+
+
+def test_rules_share_a_loaded_backend_that_has_a_name(tmp_path: Path) -> None:
+    (tmp_path / "test_shared.py").write_text(SHARED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout
