@@ -300,6 +300,16 @@ async def block(future: Future[T], timeout_s: float | None = None) -> T:
 
 async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
     """Wait by suspending the running task; also for what is there, so that others get to run."""
+    if future.done():
+        await asyncio.sleep(0)
+    else:
+        await _settled(future, timeout_s)
+    if future.cancelled():
+        raise asyncio.CancelledError
+    return future.result()
+
+
+async def _settled(future: Future[T], timeout_s: float | None) -> None:
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -311,20 +321,14 @@ async def suspend(future: Future[T], timeout_s: float | None = None) -> T:
         with suppress(RuntimeError):  # the waiting loop has been closed meanwhile
             _post(loop, resolve)
 
+    future.add_done_callback(resolved)
     try:
-        if future.done():
-            await asyncio.sleep(0)
-        else:
-            future.add_done_callback(resolved)
-            # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
-            async with asyncio.timeout(timeout_s):
-                await waiter
+        # Not wait_for, which until Python 3.12 drops a cancellation that comes with the result.
+        async with asyncio.timeout(timeout_s):
+            await waiter
     except BaseException:
         future.cancel()
         raise
-    if future.cancelled():
-        raise asyncio.CancelledError
-    return future.result()
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
