@@ -41,7 +41,8 @@ _KEEPALIVE_S = 4.0
 _TRAILER_MS = 2_000.0
 # After [DONE] the end of the body is under way. Reading it leaves the connection fit for reuse.
 _END_OF_BODY_MS = 100.0
-_STREAM_TYPES = {"", "text/event-stream", "text/plain", "application/octet-stream"}
+_EVENTS = "text/event-stream"
+_STREAM_TYPES = {"", _EVENTS, "text/plain", "application/octet-stream"}
 
 
 @frozen
@@ -97,7 +98,7 @@ class Endpoint:
         limit_ms = self._settings.timeout_ms
         deadline = _now() + limit_ms / 1000
         async with self._slot(deadline):
-            response = await self._post(body, "text/event-stream", deadline, model=model)
+            response = await self._post(body, _EVENTS, deadline, model=model)
             try:
                 await self._check_stream_type(response, deadline)
                 events = SseReader()
@@ -191,11 +192,17 @@ class Endpoint:
     ) -> aiohttp.ClientResponse:
         """Send the request; returns the answer with status 200, its body still to be read."""
         limit_ms = self._settings.timeout_ms
+        headers = {**self._headers(accept), "Content-Type": "application/json"}
+        if accept == _EVENTS and self.origin.startswith("http:"):
+            # Some servers (llama.cpp's among them) close a connection after a stream without
+            # announcing it, and a request that comes before that is seen is lost. Without TLS a
+            # new one costs next to nothing.
+            headers["Connection"] = "close"
         response = await self._step(
             self._current_session().post(
                 f"{self._settings.base_url}/chat/completions",
                 data=body,
-                headers={**self._headers(accept), "Content-Type": "application/json"},
+                headers=headers,
                 proxy=self._proxy(),
                 allow_redirects=False,
             ),

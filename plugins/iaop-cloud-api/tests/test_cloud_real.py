@@ -52,6 +52,12 @@ def test_real_stream_comes_token_by_token(real: CloudApiBackend) -> None:
     assert end.result.time_to_first_token_ms < end.result.latency_ms
 
 
+def test_real_streams_one_right_after_the_other_are_all_answered(real: CloudApiBackend) -> None:
+    for number in range(40):
+        chunks = list(real.stream("Hi", params={"max_tokens": 1 + number % 8}))
+        assert chunks[-1].result is not None
+
+
 def test_real_stop_text_ends_the_answer(real: CloudApiBackend) -> None:
     prompt = "Count from one to twenty, with a comma between the numbers."
     whole = real.infer(prompt, params={**GREEDY, "max_tokens": 32})
