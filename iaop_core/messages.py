@@ -379,7 +379,7 @@ class GenerationParams:
     seed: int | None = _integer(0)
     presence_penalty: float | None = _number(-2, 2)
     frequency_penalty: float | None = _number(-2, 2)
-    repetition_penalty: float | None = _number(0, above=True)
+    repetition_penalty: float | None = _number(0.01, 100)
     """1 changes nothing."""
     logit_bias: Mapping[int, float] | None = field(default=None, converter=_as_logit_bias)
     """Token id → what to add to its logit, -100 to 100."""

@@ -144,7 +144,7 @@ class LocalModel:
             template=template,
             end_token_ids=end_token_ids,
             context_length=cache.capacity,
-            defaults=_default_sampling(folder.generation_config),
+            defaults=_default_sampling(folder),
             max_tokens=settings.max_tokens,
         )
 
@@ -155,11 +155,17 @@ class LocalModel:
 
         Raises:
             ContextLengthExceededError: the prompt leaves no room for an answer.
-            InvalidRequestError: the chat template refuses the messages, or a `logit_bias` names
-                a token that the model doesn't have.
+            InvalidRequestError: the chat template refuses the messages or leaves nothing, or a
+                `logit_bias` names a token that the model doesn't have.
             CapabilityNotSupportedError: the model has no chat template, and this is a chat.
         """
         prompt_ids = self._encode(messages)
+        if not prompt_ids:
+            raise InvalidRequestError(
+                f"the prompt has no tokens, as the chat template of model {self.model_id!r} or its "
+                "tokenizer has it",
+                param="messages",
+            )
         room = self.context_length - len(prompt_ids)
         if room < 1:
             raise ContextLengthExceededError(
@@ -280,11 +286,18 @@ def _load_template(folder: ModelFolder, chosen: str) -> ChatTemplate | None:
         raise folder.fail(str(error)) from error
 
 
-def _default_sampling(config: dict[str, Any]) -> SamplingParams:
+def _default_sampling(folder: ModelFolder) -> SamplingParams:
     """What `generation_config.json` recommends; greedy unless it says to sample."""
+    config = folder.generation_config
     given: dict[str, Any] = {"temperature": 1.0} if config.get("do_sample") else {}
     names = ["repetition_penalty"]
     if given:
         names += ["temperature", "top_k", "top_p", "min_p"]
     given |= {name: config[name] for name in names if config.get(name) is not None}
+    if given.get("top_k") == 0:
+        del given["top_k"]  # all tokens, as transformers has it
+    try:
+        GenerationParams(**given)
+    except InvalidRequestError as error:
+        raise folder.fail(f"its generation_config.json can't be followed: {error}") from error
     return SamplingParams(**given)

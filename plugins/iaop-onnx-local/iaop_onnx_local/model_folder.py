@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -27,15 +28,16 @@ def find_model_folder(model_id: str) -> ModelFolder:
         ModelLoadError: there is none; the message says how to make one.
     """
     path = Path(model_id).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         raise ModelLoadError(
             f"{path} is a GGUF file; convert it once with "
             f"'iaop-onnx import {path} FOLDER' and give the folder as the model",
             model=model_id,
         )
-    if path.is_dir():
+    # Not Path.is_dir, which raises for a name that is too long.
+    if os.path.isdir(path):
         return ModelFolder.read(path, model_id)
-    if path.name == model_id and (models_folder() / model_id).is_dir():
+    if path.name == model_id and os.path.isdir(models_folder() / model_id):
         return ModelFolder.read(models_folder() / model_id, model_id)
     there = sorted(p.name for p in models_folder().glob("[!.]*") if p.is_dir())
     raise ModelLoadError(

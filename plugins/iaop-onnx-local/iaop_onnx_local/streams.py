@@ -69,7 +69,10 @@ class _Way:
         self._cancelled = False
 
     def begin(self) -> None:
-        self._stop = self._call.begin(self._deliver)
+        try:
+            self._stop = self._call.begin(self._deliver)
+        except StopIteration as error:  # would be taken for the answer's end
+            raise RuntimeError("preparing the prompt failed") from error
         if self._cancelled:  # while the prompt was encoded
             self._stop()
 

@@ -6,17 +6,19 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer
 
+from iaop_core.errors import InvalidRequestError
 from iaop_onnx_local.text_bytes import byte_reader
 from iaop_onnx_local.text_stream import Utf8Stream
 
 __all__ = ["TextTokenizer"]
 
-_PRIVATE_USE: Final = range(0xE000, 0xF8FF)
+_PRIVATE_USE: Final = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 class TextTokenizer:
@@ -55,11 +57,21 @@ class TextTokenizer:
         Returns:
             The messages' texts, and the two characters that mark: pass them to `encode_prompt`.
             Where nothing had to be marked they are `""`.
+
+        Raises:
+            InvalidRequestError: the messages hold every private-use character.
         """
         if self._controls is None or not any(self._controls.search(text) for text in texts):
             return list(texts), ""
-        unused = (chr(n) for n in _PRIVATE_USE if not any(chr(n) in text for text in texts))
-        marks = next(unused) + next(unused)
+        used = set().union(*texts)
+        unused = (chr(n) for n in chain(*_PRIVATE_USE) if chr(n) not in used)
+        marks = "".join(islice(unused, 2))
+        if len(marks) < 2:
+            raise InvalidRequestError(
+                "the prompt holds a control token's text and every private-use character, none of "
+                "which is left to mark it with",
+                param="messages",
+            )
         return [
             self._controls.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", text)
             for text in texts

@@ -202,3 +202,19 @@ def test_template_that_is_not_there_lists_those_that_are(tmp_path: Path, chosen:
     with pytest.raises(ModelLoadError, match=r"tool_use.*set chat_template") as caught:
         folder.find_chat_template(chosen)
     assert (chosen or "default") in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 7}, {"temperature": -1}])
+def test_recommended_sampling_that_makes_no_sense_is_a_load_error(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    folder = write_scripted_model(tmp_path / "model", [b"a"])
+    config = {"eos_token_id": 0, "do_sample": True, **wrong}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="generation_config"):
+        OnnxLocalBackend(device="cpu").load_model(str(folder))
+
+
+def test_name_too_long_for_a_path_is_no_model() -> None:
+    with pytest.raises(ModelLoadError, match="there is no model"):
+        OnnxLocalBackend(device="cpu").load_model("a" * 5000)
