@@ -235,6 +235,13 @@ MUTANTS = {
 Outcomes = dict[str, dict[str, set[str]]]
 
 
+def run_pytest(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """The rules that each mutant passed and failed, all in one run; "none" is no mutant."""
@@ -242,10 +249,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     mutations = {"none": "pass", **{name: mutation for name, (mutation, _) in MUTANTS.items()}}
     for number, mutation in enumerate(mutations.values()):
         (folder / f"test_{number}.py").write_text(MODULE.replace("{mutation}", mutation))
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_pytest(folder)
     found: Outcomes = {
         name: {"PASSED": set(), "FAILED": set(), "ERROR": set(), "SKIPPED": set()}
         for name in mutations
@@ -304,8 +308,5 @@ def test_one_was_loaded_and_none_is_left():
 
 def test_rules_share_a_loaded_backend_that_has_a_name(tmp_path: Path) -> None:
     (tmp_path / "test_shared.py").write_text(SHARED)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_pytest(tmp_path)
     assert done.returncode == 0, done.stdout

@@ -69,15 +69,11 @@ class ContractRules:
         backend.close()
 
     @pytest.fixture
-    def loaded(
-        self,
-        subject: ContractSubject,
-        unloaded: InferenceBackend,
-        request: pytest.FixtureRequest,
-    ) -> InferenceBackend:
+    def loaded(self, subject: ContractSubject, request: pytest.FixtureRequest) -> InferenceBackend:
         """A backend with its model loaded."""
         name = subject.shared_as
         if not (name and self.leaves_loaded):
+            unloaded: InferenceBackend = request.getfixturevalue("unloaded")
             unloaded.load_model(subject.model_id)
             return unloaded
         rules: pytest.Class = request.node.getparent(pytest.Class)

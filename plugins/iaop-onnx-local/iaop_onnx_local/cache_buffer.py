@@ -33,11 +33,10 @@ class HostBuffer:
     """The memory of one cache tensor on the CPU; only taken as far as it is written."""
 
     def __init__(self, tensor: CacheTensor, rows: int, capacity: int) -> None:
-        self._row_shape = (tensor.heads, capacity, tensor.size)
-        row_bytes = prod(self._row_shape) * np.dtype(tensor.type).itemsize
+        shape = (rows, tensor.heads, capacity, tensor.size)
         # Not numpy's own zeros, which come in pages of 2 MiB where the system has them.
-        memory = np.frombuffer(_private_memory(rows * row_bytes), tensor.type)
-        self._memory = memory.reshape(rows, *self._row_shape)
+        memory = _private_memory(prod(shape) * np.dtype(tensor.type).itemsize)
+        self._memory = np.frombuffer(memory, tensor.type).reshape(shape)
 
     def view(self, first: int, count: int) -> tuple[Any, ...]:
         """Some rows, as `bind_input` and `bind_output` take a place."""
@@ -53,31 +52,27 @@ class DeviceBuffer:
     """As `HostBuffer`, in the memory of a device."""
 
     def __init__(self, tensor: CacheTensor, rows: int, capacity: int, copier: DeviceCopier) -> None:
-        self._type, self._device, self._copier = tensor.type, copier.device, copier
+        self._type, self._copier = tensor.type, copier
         self._row_shape = (tensor.heads, capacity, tensor.size)
         self._token_bytes = tensor.size * np.dtype(tensor.type).itemsize
+        self._head_bytes = capacity * self._token_bytes
+        self._row_bytes = tensor.heads * self._head_bytes
         self._memory = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
             (rows, *self._row_shape), tensor.type, copier.device
         )
+        self._address = self._memory.data_ptr()
 
     def view(self, first: int, count: int) -> tuple[Any, ...]:
         """As `HostBuffer.view`."""
-        return self._device, 0, self._type, (count, *self._row_shape), self._address(first)
+        address = self._address + first * self._row_bytes
+        return self._copier.device, 0, self._type, (count, *self._row_shape), address
 
     def copy(self, source: int, target: int, length: int) -> None:
         """As `HostBuffer.copy`."""
-        heads, capacity, _ = self._row_shape
-        for head in range(heads):
-            place = head * capacity * self._token_bytes
-            self._copier.copy(
-                self._address(source) + place,
-                self._address(target) + place,
-                length * self._token_bytes,
-            )
-
-    def _address(self, row: int) -> int:
-        address: int = self._memory.data_ptr()
-        return address + row * prod(self._row_shape[:2]) * self._token_bytes
+        start = self._address + source * self._row_bytes
+        distance = (target - source) * self._row_bytes
+        for place in range(start, start + self._row_bytes, self._head_bytes):
+            self._copier.copy(place, place + distance, length * self._token_bytes)
 
 
 class DeviceCopier:

@@ -28,13 +28,13 @@ def find_model_folder(model_id: str) -> ModelFolder:
         ModelLoadError: there is none; the message says how to make one.
     """
     path = Path(model_id).expanduser()
+    # Not Path's own questions, which raise for a name that is too long.
     if path.suffix == ".gguf" and os.path.isfile(path):
         raise ModelLoadError(
             f"{path} is a GGUF file; convert it once with "
             f"'iaop-onnx import {path} FOLDER' and give the folder as the model",
             model=model_id,
         )
-    # Not Path.is_dir, which raises for a name that is too long.
     if os.path.isdir(path):
         return ModelFolder.read(path, model_id)
     if path.name == model_id and os.path.isdir(models_folder() / model_id):

@@ -150,9 +150,7 @@ class _Penalties:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params = params
-        self._counts_tokens = bool(
-            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        )
+        self._counts_tokens = _counts_tokens(params)
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._biases = np.fromiter(params.logit_bias.values(), np.float32)
         # Different tokens of the prompt, then of the answer, and how often the answer has each.
@@ -202,13 +200,14 @@ class _Penalties:
         self._counts[place] += 1
 
 
-def _penalises(params: SamplingParams) -> bool:
+def _counts_tokens(params: SamplingParams) -> bool:
     return bool(
-        params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
+        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     )
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return _counts_tokens(params) or bool(params.logit_bias)
 
 
 def _weights(scores: NDArray[np.float32], best: float, temperature: float) -> NDArray[np.float32]:
