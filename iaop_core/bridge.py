@@ -15,6 +15,7 @@ import atexit
 import contextvars
 import logging
 import os
+import selectors
 import threading
 import weakref
 from collections import deque
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 _start_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_thread: threading.Thread | None = None
+_selector: selectors.BaseSelector | None = None
 
 
 def core_loop() -> asyncio.AbstractEventLoop:
@@ -61,12 +63,20 @@ def core_loop() -> asyncio.AbstractEventLoop:
     global _loop, _loop_thread
     with _start_lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            _loop = _new_loop()
             _loop_thread = threading.Thread(
                 target=_run_loop, args=(_loop,), name="iaop-core-loop", daemon=True
             )
             _loop_thread.start()
         return _loop
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    global _selector
+    if not hasattr(os, "fork"):
+        return asyncio.new_event_loop()
+    _selector = selectors.DefaultSelector()
+    return asyncio.SelectorEventLoop(_selector)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -86,7 +96,12 @@ def on_core_loop() -> bool:
 
 def _forget_loop() -> None:
     # Threads do not survive a fork: the child gets a loop of its own when it needs one.
-    global _loop, _loop_thread, _start_lock, _closer, _exiting, _to_close
+    global _loop, _loop_thread, _selector, _start_lock, _closer, _exiting, _to_close
+    if _selector is not None:
+        # The kernel keeps one list of what the parent's loop waits for, and the child has it too: a
+        # connection that is let go of here must not vanish from it.
+        _selector.__dict__.update(type(_selector)().__dict__)
+        _selector = None
     _start_lock = threading.Lock()
     _loop = _loop_thread = _closer = None
     _exiting, _to_close = threading.Event(), weakref.WeakSet()  # the parent closes its own

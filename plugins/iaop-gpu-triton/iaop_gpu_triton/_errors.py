@@ -16,21 +16,33 @@ from iaop_core.errors import (
     RateLimitedError,
     StreamInterruptedError,
 )
+from iaop_gpu_triton.quotation import quoted
 from iaop_gpu_triton.settings import NAME
 
-_SHOWN_CHARACTERS = 300
-_NEVER_CONNECTED = re.compile(r"failed to connect|name resolution|DNS resolution", re.IGNORECASE)
-_UNKNOWN_MODEL = re.compile(
-    r"unknown model|has no available versions|is not ready|failed to poll", re.IGNORECASE
+_NEVER_CONNECTED = re.compile(
+    r"failed to connect|name resolution|DNS resolution|errors resolving|domain name not found",
+    re.IGNORECASE,
 )
 _RESTRICTED = re.compile(r"is restricted, expecting header", re.IGNORECASE)
 _LOADING_NOT_ALLOWED = re.compile(r"explicit model load / unload is not allowed", re.IGNORECASE)
 _TOO_LARGE = re.compile(r"larger than max", re.IGNORECASE)
-_QUEUE_FULL = re.compile(r"exceeds maximum queue size|max queue size", re.IGNORECASE)
+# Triton's own words, as a whole and about the model that was asked: a model may write the like.
+_REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ")
+_UNKNOWN_MODEL = re.compile(
+    r"Request for unknown model: '(?P<model>.+?)'"
+    r"( version -?\d+)?( is not found| is not at ready state| has no available versions)"
+    r"|Server not ready|Server is stopping, scheduler for model has stopped accepting .*"
+)
+_QUEUE_FULL = re.compile(
+    r"(in ensemble '.+?', )?(\[request id: [^\]]*\] )?Exceeds maximum queue size"
+)
 _BAD_TENSORS = re.compile(
-    r"unexpected inference input|expected number of inputs|"
-    r"unexpected (?:shape|datatype)|but got \d+ inputs",
-    re.IGNORECASE,
+    r"(unexpected inference input|unexpected shape for input) '.+?' for model '(?P<a>.+?)'.*"
+    r"|expected number of inputs between .* but got .* for model '(?P<b>.+?)'.*"
+    r"|inference input '.+?' data-type is '.+?', but model '(?P<c>.+?)' expects .*"
+    r"|ModelInfer RPC doesn't support models with decoupled transaction policy"
+    r"|The schema can not convert input '.+?' to tensor with proper shape",
+    re.DOTALL,
 )
 # vLLM's two wordings: "maximum context length is N tokens", and "prompt (length P) is longer than
 # the maximum model length of N".
@@ -61,32 +73,29 @@ ModelGoneError.kind = UnreachableError.kind = BackendUnavailableError.kind
 ModelChangedError.kind = BackendProtocolError.kind
 
 
-def quoted(message: str | None, prompt: str = "") -> str:
-    """A server's own words for an error: one line, of bounded length, without the prompt."""
-    text = message or "no message"
-    if len(prompt) > 3:  # a shorter one is in any message by chance
-        text = text.replace(prompt, "[prompt]")
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+def inference_error(
+    message: str, *, server: str, model: str, prompt: str, answering: bool = False
+) -> IaopError:
+    """The error that a server answered to an inference, by its words: a stream has no status.
 
-
-def inference_error(message: str, *, server: str, model: str, prompt: str) -> IaopError:
-    """The error that a server answered to an inference, by its words: a stream has no status."""
-    if found := _TOO_LONG.search(message):
+    In the middle of an answer (`answering`) it is the model's own, whatever its words.
+    """
+    said = f"the Triton server at {server} says: {quoted(message, prompt)}"
+    own = "" if answering else _REQUEST_ID.sub("", message.strip(), count=1)
+    if not answering and (found := _TOO_LONG.search(message)):
         numbers = found.groupdict()
         return ContextLengthExceededError(
-            f"the prompt is too long for model {model!r}: {quoted(message, prompt)}",
+            f"the prompt is too long for model {model!r}; {said}",
             backend=NAME,
             param="prompt",
             prompt_tokens=_number(numbers["prompt"]),
             context_tokens=_number(numbers["a"] or numbers["b"]),
         )
-    said = f"the Triton server at {server} says: {quoted(message, prompt)}"
-    if _UNKNOWN_MODEL.search(message):
+    if _is_about(model, _UNKNOWN_MODEL.fullmatch(own)):
         return ModelGoneError(f"model {model!r} is not ready (any more); {said}", backend=NAME)
-    if _QUEUE_FULL.search(message):
+    if _QUEUE_FULL.fullmatch(own):
         return RateLimitedError(f"the queue of model {model!r} is full; {said}", backend=NAME)
-    if _BAD_TENSORS.search(message):
+    if _is_about(model, _BAD_TENSORS.fullmatch(own)):
         return ModelChangedError(
             f"the tensors of model {model!r} are not those that it had when it was loaded; "
             f"call load_model() again; {said}",
@@ -95,6 +104,14 @@ def inference_error(message: str, *, server: str, model: str, prompt: str) -> Ia
     return BackendUnavailableError(
         f"model {model!r} failed; {said}", backend=NAME, may_have_run=True
     )
+
+
+def _is_about(model: str, found: re.Match[str] | None) -> bool:
+    if found is None:
+        return False
+    named = [name for name in found.groupdict().values() if name is not None]
+    # With model namespaces on, Triton writes "namespace::name".
+    return all(name == model or name.endswith(f"::{model}") for name in named)
 
 
 def load_error(message: str, *, server: str, model: str) -> IaopError:
@@ -106,31 +123,28 @@ def load_error(message: str, *, server: str, model: str) -> IaopError:
             backend=NAME,
             model=model,
         )
-    if _UNKNOWN_MODEL.search(message):
-        return ModelLoadError(
-            f"there is no model {model!r} to use; {said}", backend=NAME, model=model
-        )
     return ModelLoadError(f"model {model!r} can't be loaded; {said}", backend=NAME, model=model)
 
 
 def unreachable(server: str, reason: str | None) -> UnreachableError:
     """No connection came about, so that nothing was begun."""
     return UnreachableError(
-        f"the Triton server at {server} can't be reached: {quoted(reason)}; check server_url, and "
-        "that the server runs",
+        f"the Triton server at {server} can't be reached: {quoted(reason)}; check server_url, its "
+        "scheme and port too, and that the server runs",
         backend=NAME,
     )
 
 
-def lost(server: str, reason: str | None, *, answering: bool) -> IaopError:
+def lost(server: str, reason: str | None, *, answering: bool, prompt: str = "") -> IaopError:
     """The connection broke, before or after the first response."""
+    said = quoted(reason, prompt)
     if answering:
         return StreamInterruptedError(
-            f"the Triton server at {server} was lost in the middle of an answer: {quoted(reason)}",
+            f"the Triton server at {server} was lost in the middle of an answer: {said}",
             backend=NAME,
         )
     return BackendUnavailableError(
-        f"the Triton server at {server} was lost before it answered: {quoted(reason)}",
+        f"the Triton server at {server} was lost before it answered: {said}",
         backend=NAME,
         may_have_run=True,
     )
@@ -189,37 +203,44 @@ def response_too_large(limit: int) -> BackendProtocolError:
 
 
 def status_error(
-    status: str, message: str | None, *, server: str, timeout_s: float | None, answering: bool
+    status: str,
+    message: str | None,
+    *,
+    server: str,
+    timeout_s: float | None,
+    answering: bool,
+    prompt: str = "",
 ) -> IaopError:
     """The error for a gRPC status by its name, such as `UNAVAILABLE`."""
-    if _RESTRICTED.search(message or ""):
+    words = message or ""
+    if _RESTRICTED.search(words):
         return credentials_refused(server, message)
-    if status == "UNAVAILABLE" and _NEVER_CONNECTED.search(message or ""):
+    if status == "UNAVAILABLE" and _NEVER_CONNECTED.search(words):
         return unreachable(server, message)
     if status in ("UNAVAILABLE", "CANCELLED", "ABORTED", "INTERNAL", "UNKNOWN", "DATA_LOSS"):
-        return lost(server, message, answering=answering)
+        return lost(server, message, answering=answering, prompt=prompt)
     if status == "DEADLINE_EXCEEDED":
         return timed_out(server, timeout_s or 0, "answer")
+    said = quoted(message, prompt)
     if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-        return credentials_refused(server, message)
+        return credentials_refused(server, said)
     if status == "RESOURCE_EXHAUSTED":
-        if _TOO_LARGE.search(message or ""):
-            kind = BackendProtocolError if "eceived" in (message or "") else InvalidRequestError
+        if _TOO_LARGE.search(words):
+            kind = BackendProtocolError if "eceived" in words else InvalidRequestError
             return kind(
                 f"a message is too large for the Triton server at {server}, a proxy before it, or "
-                f"max_message_bytes: {quoted(message)}",
+                f"max_message_bytes: {said}",
                 backend=NAME,
             )
         return RateLimitedError(
-            f"the Triton server at {server} asks for fewer calls: {quoted(message)}", backend=NAME
+            f"the Triton server at {server} asks for fewer calls: {said}", backend=NAME
         )
     if status == "UNIMPLEMENTED":
         return BackendProtocolError(
-            f"the server at {server} does not speak Triton's protocol: {quoted(message)}",
-            backend=NAME,
+            f"the server at {server} does not speak Triton's protocol: {said}", backend=NAME
         )
     return BackendProtocolError(
-        f"the Triton server at {server} answered {status}: {quoted(message)}", backend=NAME
+        f"the Triton server at {server} answered {status}: {said}", backend=NAME
     )
 
 

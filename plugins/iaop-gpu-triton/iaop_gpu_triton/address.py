@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ _SCHEMES: dict[str, tuple[ProtocolName, bool]] = {
     "http": ("http", False),
     "https": ("http", True),
 }
+_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+(%[\w.-]+)?")  # a name in any script, or an IPv6 address
 _DEFAULT_PORTS: dict[ProtocolName, int] = {"grpc": 8001, "http": 8000}
 
 
@@ -56,7 +58,9 @@ class ServerAddress:
         protocol, tls = _SCHEMES[scheme]
         if parts.username is not None or parts.password is not None:
             raise refused("holds a user or password, which stand in username and password")
-        if not host or port == 0 or parts.path.strip("/") or parts.query or parts.fragment:
+        if port == 0 or parts.path.strip("/") or parts.query or parts.fragment:
             raise refused("is no address")
+        if not host or not _HOST.fullmatch(host):
+            raise refused("names no host")
         shown_host = f"[{host}]" if ":" in host else host
         return cls(protocol, f"{shown_host}:{port or _DEFAULT_PORTS[protocol]}", tls)

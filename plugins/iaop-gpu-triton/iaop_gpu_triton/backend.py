@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from iaop_core import (
 )
 from iaop_core.backend import Context
 from iaop_core.chat_template import ChatTemplate, ChatTemplateError
-from iaop_core.errors import ModelLoadError, ValuesError
+from iaop_core.errors import BackendUnavailableError, ModelLoadError, ValuesError
 from iaop_core.messages import Params, Prompt, as_messages, with_context
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.call import Call, Question
@@ -46,8 +47,8 @@ class GpuTritonBackend(InferenceBackend):
     client libraries can't be imported the backend answers from the offline kernel, with a warning
     in the log and `offline=True` in every result.
 
-    Besides what `InferenceBackend` tells: `ValuesError` for a wrong `server_url` and settings that
-    contradict each other, `ValueError` for other settings out of range.
+    Besides what `InferenceBackend` tells: `ValuesError` for settings that are wrong or contradict
+    each other.
     """
 
     name = NAME
@@ -90,6 +91,7 @@ class GpuTritonBackend(InferenceBackend):
                 path="compression",
             )
         self._kernel = self._offline_kernel()
+        self._process_id = 0
         self._made_replicas: Replicas | None = None
         self._layout = PromptLayout(None, send_bos=True)
         self._progress = Progress()
@@ -161,10 +163,12 @@ class GpuTritonBackend(InferenceBackend):
         contract, and for a chat template that can't be used; `BackendUnavailableError`,
         `BackendTimeoutError` when the server can't be asked.
         """
+        self._check_process()
         model = model_id or self._settings.model_name
         layout = PromptLayout(self._template(model), send_bos=self._settings.send_bos)
         if self._kernel is None:
             bridge.run(self._load(model))
+            bridge.close_at_exit(self)
         elif not self._kernel.is_model_ready(model):
             self._kernel.load(model)
         self._layout, self._model = layout, model
@@ -184,6 +188,7 @@ class GpuTritonBackend(InferenceBackend):
 
     def _replicas(self) -> Replicas:
         if self._made_replicas is None:
+            self._process_id = os.getpid()
             self._made_replicas = Replicas(
                 [
                     Replica(address, self._settings, self._transport_factory(address))
@@ -196,12 +201,21 @@ class GpuTritonBackend(InferenceBackend):
         """Release the model; on the server too when this backend loaded it there.
 
         Calls under way end with an error. A server that can't be reached is a warning in the log.
+        In a forked process nothing is released: all of it is the parent's.
         """
         if self._kernel is not None:
             self._kernel.unload()
-        elif self._made_replicas is not None:
+        elif self._made_replicas is not None and os.getpid() == self._process_id:
             bridge.run(self._made_replicas.unload())
         self._model = ""
+
+    def _check_process(self) -> None:
+        if self._made_replicas is not None and os.getpid() != self._process_id:
+            raise BackendUnavailableError(
+                f"backend {self.name!r} was in use before this process was forked, and its "
+                "connections are the parent's; make a backend in each process",
+                backend=self.name,
+            )
 
     def _is_loaded(self) -> bool:
         if self._kernel is not None:
@@ -222,9 +236,10 @@ class GpuTritonBackend(InferenceBackend):
                 live, ready = self._kernel.is_server_live(), self._kernel.is_model_ready()
                 detail = f"server_live={live}, model_ready={ready}, loaded={ready}, offline=True"
                 return BackendHealth(live and ready, detail)
+            self._check_process()
             states = bridge.run(self._probe(), _PROBE_TIMEOUT_S)
         except Exception as error:
-            return BackendHealth(False, f"probe_error: {error or type(error).__name__}")
+            return BackendHealth(False, f"probe_error: {str(error) or type(error).__name__}")
         return self._health(states)
 
     async def _probe(self) -> list[ReplicaState]:
@@ -247,7 +262,7 @@ class GpuTritonBackend(InferenceBackend):
                 for replica, state in zip(self._replicas().all, states, strict=True)
             ],
         }
-        if all(state.error for state in states):
+        if not ready and all(state.error for state in states):
             return BackendHealth(False, f"probe_error: {states[0].error}", facts)
         detail = f"server_live={live}, model_ready={ready}, loaded={loaded}"
         if len(states) > 1:
@@ -301,6 +316,7 @@ class GpuTritonBackend(InferenceBackend):
         max_tokens = wanted.max_tokens or self._settings.max_tokens
         if self._kernel is not None:
             return self._kernel.infer(messages, context, max_tokens=max_tokens)
+        self._check_process()
         if not self._model:
             raise not_loaded()
         text = self._layout.text(with_context(messages, context))

@@ -7,6 +7,7 @@ server's statement that an answer is whole; without it a stream that was cut loo
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2_grpc,
 )
 
-from iaop_core.errors import BackendProtocolError, IaopError
+from iaop_core.errors import BackendProtocolError, BackendUnavailableError, IaopError
 from iaop_gpu_triton import _errors
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.credentials import Credentials
@@ -66,6 +67,7 @@ _STRUCTS = {
 }
 _SKELETONS = 64  # kept of requests with the same tensors
 _LENGTH = _STRUCTS["UINT32"]
+_process_id: int | None = None  # that uses gRPC through this module
 
 
 class GrpcTransport:
@@ -85,6 +87,9 @@ class GrpcTransport:
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._skeletons: dict[Any, Any] = {}
         self._closed = False
+        _check_process()
+        if address.tls:
+            credentials.ssl_context()  # gRPC says nothing of a file that is no certificate
         self._open()
 
     def _open(self) -> None:
@@ -268,6 +273,7 @@ class GrpcTransport:
         *,
         timeout_s: float | None = None,
         answering: bool = False,
+        prompt: str = "",
     ) -> IaopError:
         # A new channel tries at once; the old one would refuse calls until its back-off is over.
         if error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel:
@@ -278,6 +284,7 @@ class GrpcTransport:
             server=self._shown,
             timeout_s=timeout_s,
             answering=answering,
+            prompt=prompt,
         )
 
     def reconnect(self) -> None:
@@ -332,10 +339,10 @@ class _Reading:
                         stream.put(_response(response))
                     except BackendProtocolError as error:
                         stream.fail(error)
-                if is_final:
+                if is_final and stream.answering:
                     stream.end()
         except grpc.aio.AioRpcError as error:
-            stream.fail(self._transport._failed(error, self._channel, answering=stream.answering))
+            stream.fail(self._call_error(error))
         except asyncio.CancelledError:
             stream.fail(_errors.lost(self._transport._shown, "cancelled", answering=True))
             raise
@@ -355,7 +362,7 @@ class _Reading:
             stream.end()
         except grpc.aio.AioRpcError as error:
             if _is_transport_failure(error):
-                stream.fail(self._transport._failed(error, self._channel))
+                stream.fail(self._call_error(error))
             else:
                 stream.fail(self._model_error(error.details() or ""))
         except asyncio.CancelledError:
@@ -366,10 +373,31 @@ class _Reading:
         except Exception as error:
             stream.fail(_errors.unexpected(error))
 
+    def _call_error(self, error: grpc.aio.AioRpcError) -> IaopError:
+        return self._transport._failed(
+            error, self._channel, answering=self._stream.answering, prompt=self._prompt
+        )
+
     def _model_error(self, message: str) -> IaopError:
         return _errors.inference_error(
-            message, server=self._transport._shown, model=self._model, prompt=self._prompt
+            message,
+            server=self._transport._shown,
+            model=self._model,
+            prompt=self._prompt,
+            answering=self._stream.answering,
         )
+
+
+def _check_process() -> None:
+    # What gRPC has running in a process does not survive a fork: using it ends the child.
+    global _process_id
+    if _process_id not in (None, os.getpid()):
+        raise BackendUnavailableError(
+            "gRPC was in use before this process was forked, and can't be used here; start worker "
+            "processes by spawning, fork them before the first use, or speak HTTP to Triton",
+            backend=NAME,
+        )
+    _process_id = os.getpid()
 
 
 def _is_transport_failure(error: grpc.aio.AioRpcError) -> bool:

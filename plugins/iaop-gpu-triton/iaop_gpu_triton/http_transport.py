@@ -209,7 +209,13 @@ class HttpTransport:
         self, stream: ResponseStream, path: str, body: bytes, model: str, prompt: str
     ) -> None:
         def model_error(message: str) -> IaopError:
-            return _errors.inference_error(message, server=self._shown, model=model, prompt=prompt)
+            return _errors.inference_error(
+                message,
+                server=self._shown,
+                model=model,
+                prompt=prompt,
+                answering=stream.answering,
+            )
 
         try:
             # Leaving the block before the end of the body closes the connection.
@@ -222,7 +228,7 @@ class HttpTransport:
                     text = await answer.read()
                     message = _error_in(text)
                     if message is None or answer.status in _STATUS_NAMES:
-                        raise self._failed(answer.status, text)
+                        raise self._failed(answer.status, text, prompt)
                     raise model_error(message)
                 lines = _Lines(self._settings.max_message_bytes)
                 async for data in answer.content.iter_any():
@@ -265,19 +271,24 @@ class HttpTransport:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return _errors.unreachable(self._shown, str(error.certificate_error))
         if isinstance(error, aiohttp.ClientConnectorError):
-            return _errors.unreachable(self._shown, str(error.os_error))
+            told = str(error.os_error) or "it closed the connection in the TLS handshake"
+            return _errors.unreachable(self._shown, told)
+        if isinstance(error, aiohttp.ClientResponseError):
+            # Its own text quotes what came.
+            return _errors.unreachable(self._shown, "what it sends is not HTTP")
         return _errors.lost(self._shown, str(error), answering=answering)
 
-    def _failed(self, status: int, body: bytes) -> IaopError:
+    def _failed(self, status: int, body: bytes, prompt: str = "") -> IaopError:
         message = _error_in(body) or f"HTTP status {status}"
         if status in _GATEWAY_STATUSES:
-            return _errors.lost(self._shown, message, answering=False)
+            return _errors.lost(self._shown, message, answering=False, prompt=prompt)
         return _errors.status_error(
             _STATUS_NAMES.get(status, f"HTTP {status}"),
             message,
             server=self._shown,
             timeout_s=None,
             answering=False,
+            prompt=prompt,
         )
 
     def _unreadable(self) -> BackendProtocolError:

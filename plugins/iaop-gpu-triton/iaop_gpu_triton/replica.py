@@ -55,6 +55,7 @@ class ReplicaState:
     live: bool
     ready: bool
     error: str
+    """Why it could not be asked, or not to the end; else empty."""
     statistics: tuple[Mapping[str, Any], ...]
     """Of each version of the model, as `_statistics` lists them."""
 
@@ -150,11 +151,13 @@ class Replica:
                 model=model,
             ) from error
         except ModelLoadError as error:
-            if known:
-                raise
-            raise ModelLoadError(
-                f"{error}; {_offered(states, model)}", backend=NAME, model=model
-            ) from error
+            if not known:
+                more = f"it has no such model; {_offered(states, model)}"
+            elif config:
+                more = "load_config takes the place of its whole configuration"
+            else:
+                more = "that server's log may say more"
+            raise ModelLoadError(f"{error}; {more}", backend=NAME, model=model) from error
         if not await transport.model_ready(model, version, timeout_s=self._ask_timeout_s):
             states = await transport.repository_index(timeout_s=self._ask_timeout_s)
             if not any(state.state == "READY" for state in known):
@@ -313,31 +316,39 @@ class Replica:
     # -- health ---------------------------------------------------------------------------------
 
     async def probe(self) -> ReplicaState:
-        """Ask the server for its life, and for the loaded model; never raises core's errors."""
-        timeout_s = min(self._ask_timeout_s, _PROBE_TIMEOUT_S)
+        """Ask the server for its life, and for the loaded model.
+
+        For 5 s at most, or `timeout_ms` where that is less. Never raises core's errors: what has
+        been told by then stands, with the error.
+        """
+        limit_s = min(self._ask_timeout_s, _PROBE_TIMEOUT_S)
         version = self._settings.model_version
         live = ready = False
         statistics: list[Mapping[str, Any]] = []
+        error = ""
         loaded, transport = self.loaded, self._transport
         temporary = transport is None
         try:
             if transport is None:
                 transport = self._new_transport()
-            live = await transport.server_live(timeout_s=timeout_s)
-            if loaded is not None:
-                ready = await transport.model_ready(loaded.name, version, timeout_s=timeout_s)
-            if ready and loaded is not None:
-                statistics = await transport.model_statistics(
-                    loaded.name, version, timeout_s=timeout_s
-                )
+            async with asyncio.timeout(limit_s):
+                live = await transport.server_live(timeout_s=limit_s)
+                if loaded is not None:
+                    ready = await transport.model_ready(loaded.name, version, timeout_s=limit_s)
+                if ready and loaded is not None:
+                    statistics = await transport.model_statistics(
+                        loaded.name, version, timeout_s=limit_s
+                    )
         except ModelLoadError:  # gone between the questions
-            return ReplicaState(live, False, "", ())
-        except IaopError as error:
-            return ReplicaState(live, False, str(error), ())
+            ready = False
+        except IaopError as failure:
+            error = str(failure)
+        except TimeoutError:
+            error = str(_errors.timed_out(self._shown, limit_s, "answer to all questions"))
         finally:
             if temporary and transport is not None:
                 await transport.close()
-        return ReplicaState(live, ready, "", tuple(map(_statistics, statistics)))
+        return ReplicaState(live, ready, error, tuple(map(_statistics, statistics)))
 
 
 def not_loaded() -> ModelNotLoadedError:

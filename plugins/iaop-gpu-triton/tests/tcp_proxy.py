@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from typing import Literal
 
 
@@ -13,12 +14,14 @@ class TcpProxy:
     """Forwards to a port of this machine; a context manager.
 
     `mode` may change at any time: `forward`; `silent` accepts and keeps connections open and drops
-    all bytes, a black hole; `refuse` closes new connections at once. With `tls` it ends the
-    clients' TLS. `to_server` counts the bytes that came from clients.
+    all bytes, a black hole; `refuse` closes new connections at once. What comes waits for `delay_s`
+    before it goes on. With `tls` it ends the clients' TLS. `to_server` counts the bytes that came
+    from clients.
     """
 
     def __init__(self, target_port: int, *, tls: ssl.SSLContext | None = None) -> None:
         self.to_server = 0
+        self.delay_s = 0.0
         self._tls = tls
         self.mode: Literal["forward", "silent", "refuse"] = "forward"
         self._target_port = target_port
@@ -72,6 +75,7 @@ class TcpProxy:
             while data := source.recv(65536):
                 if sink in self._servers:
                     self.to_server += len(data)
+                time.sleep(self.delay_s)
                 if self.mode == "forward":
                     sink.sendall(data)
             with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 from early_server import early_grpc_server, early_http_server
-from scripted import ended, outcome_within, script
+from scripted import ended, outcome_within, record, script
 from tcp_proxy import TcpProxy
 from triton_server import TritonServer
 
@@ -80,13 +80,42 @@ def test_model_error_fails_a_plain_answer(echo: GpuTritonBackend, fail_after: in
     assert "N/A" not in str(caught.value)
 
 
-def test_model_error_does_not_repeat_the_prompt(echo: GpuTritonBackend) -> None:
+@pytest.mark.parametrize("model", ["echo", "echo-plain"])
+def test_model_error_does_not_repeat_the_prompt(make: Make, model: str) -> None:
+    backend = make(model)
+    backend.load_model()
     secret = "the recipe of the house"
-    prompt = f"{secret} [[{{}}]]"
-    with pytest.raises(BackendUnavailableError) as caught:
-        echo.infer(script(fail_after=0, error_text=secret * 9))
-    assert len(str(caught.value)) < 500
-    assert prompt not in str(caught.value)
+    fails = script(fail_after=0, error_text=["bad:", secret, "too", "long"])
+    chat = [
+        {"role": "user", "content": secret},
+        {"role": "assistant", "content": "well"},
+        {
+            "role": "user",
+            "content": script(fail_after=0, error_text=["bad:", secret, "too", "long"]),
+        },
+    ]
+    with pytest.raises(BackendUnavailableError, match=r"says: bad.*too long") as caught:
+        backend.infer(chat)
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["echo", "echo-plain"])
+@pytest.mark.parametrize("words", ["stage 2 is not ready", "unexpected shape of the cache"])
+def test_models_error_that_reads_like_tritons_is_no_reason_to_ask_again(
+    make: Make, url: str, model: str, words: str
+) -> None:
+    backend = make(model)
+    backend.load_model()
+    tag = f"{url} {model} {words[:7]}"
+    with pytest.raises(BackendUnavailableError, match=words) as caught:
+        backend.infer(script(tag=tag, tokens=["a"], fail_after=0, error_text=words.split()))
+    assert caught.value.may_have_run
+    assert record(backend, tag)["runs"] == 1
+
+
+def test_answer_without_any_response_is_an_interruption(echo: GpuTritonBackend) -> None:
+    with pytest.raises(StreamInterruptedError, match="without the end"):
+        list(echo.stream(script(tokens=[])))
 
 
 def test_response_without_its_text_is_a_protocol_error(echo: GpuTritonBackend) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -145,14 +148,23 @@ def test_server_that_is_down_is_unavailable_and_unhealthy(protocol: str) -> None
         assert caught.value.may_fail_over
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_server_of_another_kind_is_told(triton: TritonServer, protocol: str) -> None:
-    """The ports are easily confused: gRPC is spoken to the HTTP port, and the other way round."""
-    port = triton.http_port if protocol == "grpc" else triton.grpc_port
-    with GpuTritonBackend(f"{protocol}://127.0.0.1:{port}", "echo", timeout_ms=3000) as backend:
+@pytest.mark.parametrize("scheme", ["grpc", "grpcs", "http", "https"])
+@pytest.mark.parametrize("port", ["grpc_port", "http_port"])
+def test_address_of_another_protocol_is_told_and_nothing_has_run(
+    triton: TritonServer, scheme: str, port: str
+) -> None:
+    """The ports are easily confused, and so is whether they want TLS."""
+    if port == f"{scheme}_port":
+        return
+    url = f"{scheme}://127.0.0.1:{getattr(triton, port)}"
+    with GpuTritonBackend(url, "echo", timeout_ms=3000) as backend:
         assert not backend.health_check().healthy
-        with pytest.raises(BackendUnavailableError):
+        with pytest.raises(
+            BackendUnavailableError, match=r"check server_url, its scheme"
+        ) as caught:
             backend.load_model()
+        assert not caught.value.may_have_run
+        assert "no message" not in str(caught.value)
 
 
 def test_repr_shows_name_server_and_whether_loaded(make: Make, url: str) -> None:
@@ -162,3 +174,75 @@ def test_repr_shows_name_server_and_whether_loaded(make: Make, url: str) -> None
     assert "loaded=False" in repr(backend)
     backend.load_model()
     assert "loaded=True" in repr(backend)
+
+
+# -- the process ---------------------------------------------------------------------------------
+
+
+def test_process_that_closes_nothing_ends_without_a_word(url: str) -> None:
+    code = (
+        "from iaop_gpu_triton import GpuTritonBackend\n"
+        f"backend = GpuTritonBackend({url!r}, 'echo'); backend.load_model()\n"
+        "print(backend.infer('well').text)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr, done.returncode) == ("well\n", "", 0)
+
+
+FORK = """
+import os, sys
+from iaop_core.errors import BackendUnavailableError
+from iaop_gpu_triton import GpuTritonBackend
+
+url = sys.argv[1]
+backend = GpuTritonBackend(url, "echo", timeout_ms=3000)
+backend.load_model()
+stream = iter(backend.stream("one two three"))
+next(stream)
+for number in range(3):
+    if not (child := os.fork()):
+        asks = (backend.load_model, lambda: backend.infer("x"), lambda: next(backend.stream("x")))
+        for ask in asks:
+            try:
+                ask()
+            except BackendUnavailableError as error:
+                assert "before this process was forked" in str(error), error
+            else:
+                sys.exit("no error")
+        health = backend.health_check()
+        assert not health.healthy and "forked" in health.detail, health
+        backend.close()
+        with GpuTritonBackend(url, "echo", timeout_ms=3000) as other:
+            if url.startswith("http"):
+                other.load_model()
+                assert other.infer("child").text == "child"
+            else:
+                assert "forked" in other.health_check().detail
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert backend.infer("parent").text == "parent"
+print("".join(chunk.delta for chunk in stream))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+def test_forked_process_refuses_and_harms_nothing_of_its_parent(url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, url], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.returncode) == ("two three\n", 0), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+def test_backend_that_was_made_and_not_used_before_a_fork_works_after_it(url: str) -> None:
+    code = (
+        "import os, sys\n"
+        "from iaop_gpu_triton import GpuTritonBackend\n"
+        f"backend = GpuTritonBackend({url!r}, 'echo')\n"
+        "for _ in range(2):\n"
+        "    if not (child := os.fork()):\n"
+        "        backend.load_model(); assert backend.infer('a').text == 'a'; sys.exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("", 0)

@@ -130,6 +130,20 @@ def test_silent_server_costs_one_call_its_time_and_then_is_skipped(triton: Trito
             assert failures <= 1
 
 
+def test_server_that_answers_slowly_leaves_the_others_healthy(triton: TritonServer) -> None:
+    with TcpProxy(triton.grpc_port) as proxy:
+        with closing(pair((proxy.address, triton.grpc_url), timeout_ms=1000)) as backend:
+            backend.load_model()
+            proxy.delay_s = 0.4  # each question is answered in time, and all three are not
+            health = backend.health_check()
+            assert health.healthy, health
+            assert "servers_ready=1/2" in health.detail or "servers_ready=2/2" in health.detail
+            slow, other = health.facts["servers"]
+            assert "within 1000 ms" in slow["error"]
+            assert slow["live"]
+            assert other["model_ready"]
+
+
 def test_load_fails_when_no_server_has_the_model(addresses: tuple[str, str]) -> None:
     with closing(pair(addresses)) as backend:
         with pytest.raises(ModelLoadError, match="no-such-model"):

@@ -14,6 +14,12 @@ from iaop_gpu_triton import GpuTritonBackend, GpuTritonSettings
 from iaop_gpu_triton.address import ServerAddress
 from iaop_gpu_triton.plugin import iaop_backends
 
+NUMBERS = (
+    *("max_concurrency", "max_tokens", "timeout_ms", "connect_timeout_ms"),
+    *("first_token_timeout_ms", "token_timeout_ms", "total_timeout_ms"),
+    *("keepalive_ms", "max_message_bytes"),
+)
+
 
 @pytest.mark.parametrize(
     ("url", "prefer_grpc", "address"),
@@ -37,7 +43,8 @@ def test_server_url_tells_protocol_and_address(url: str, prefer_grpc: bool, addr
 @pytest.mark.parametrize(
     "url",
     ["", "triton:port", "triton:0", "ftp://triton", "http://triton/v2",
-     "http://user:hunter2@triton", "http://:hunter2@triton", "triton:8001?key=hunter2"],
+     "http://user:hunter2@triton", "http://:hunter2@triton", "triton:8001?key=hunter2",
+     "my triton:8001", "triton-a:8001,triton-b:8001", "triton-a,triton-b", "[triton]:8001"],
 )  # fmt: skip
 def test_server_url_that_cannot_be_used_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ValueError, match="server_url") as caught:
@@ -47,10 +54,54 @@ def test_server_url_that_cannot_be_used_is_refused_without_showing_it(url: str) 
         assert isinstance(caught.value, ValuesError)
 
 
-@pytest.mark.parametrize("name", ["max_concurrency", "timeout_ms", "max_tokens"])
-def test_setting_out_of_range_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        GpuTritonSettings(**{name: 0})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in NUMBERS),
+        *((name, 2**31) for name in NUMBERS),
+        ("max_concurrency", 1.5),
+        ("max_concurrency", True),
+        ("timeout_ms", "5"),
+        ("timeout_ms", float("inf")),
+        ("keepalive_ms", 32_767_001),
+        ("max_message_bytes", 1023),
+        ("model_version", 1),
+        ("model_version", "abc"),
+        ("model_version", "-1"),
+        ("model_version", "0"),
+        ("model_version", " 1"),
+        ("model_version", "9" * 20),
+        ("model_name", ""),
+        ("model_name", None),
+        ("server_url", 8001),
+        ("replica_urls", None),
+        ("replica_urls", "triton-b:8001"),
+        ("replica_urls", [8001]),
+        ("chat_template", 5),
+        ("tensors", "PROMPT"),
+        ("tensors", {"prompt": "P", "answer": "A", "question": "Q"}),
+        ("load_config", "{}"),
+        ("compression", "zip"),
+        ("headers", ["x-site"]),
+        ("headers", {"x-site": 5}),
+        ("headers", {"x-site-bin": "a"}),
+        ("headers", {"Content-Length": "0"}),
+        ("headers", {"grpc-timeout": "1S"}),
+        ("headers", {"a header": "a"}),
+    ],
+)
+def test_setting_that_cannot_be_used_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValuesError, match=name) as caught:
+        GpuTritonBackend(**{name: value})  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["authorization", "Proxy-Authorization", "cookie"])
+def test_credentials_in_a_header_are_given_by_reference(name: str) -> None:
+    with pytest.raises(ValuesError, match="by reference") as caught:
+        GpuTritonSettings(headers={name: "Bearer hunter2"})
+    assert "hunter2" not in str(caught.value)
+    GpuTritonSettings(headers={name: "Bearer ${env:TRITON_TOKEN}"})
 
 
 def test_backend_takes_the_settings_with_their_defaults() -> None:

@@ -37,7 +37,7 @@ class Script:
     first_delay_s = 0.0  # before the first token
     delay_s = 0.0  # before each further token
     fail_after = None  # an error after that many tokens
-    error_text = "scripted failure"
+    error_text = "scripted failure"  # or its words as a list, so that the prompt has no such text
     end_after_error = True  # send the final flag with the error
     end = "flag_on_last"  # or "empty_final", or "never": no final flag for UNENDED_S
     split_bytes = 0  # send the text in pieces of that many bytes
@@ -54,6 +54,8 @@ class Script:
         if self.tokens is None:
             self.tokens = re.findall(r"\s*\S+\s*", prompt)
         self.tokens = [token * self.repeat for token in self.tokens]
+        if isinstance(self.error_text, list):
+            self.error_text = " ".join(self.error_text)
 
 
 REQUESTS = {
@@ -116,6 +118,7 @@ class Job:
             "stream": self.asked.streaming,
             "sent": 0,
             "outcome": "running",
+            "runs": model.records.get(self.script.tag, {}).get("runs", 0) + 1,
         }
         if self.script.tag:
             model.records[self.script.tag] = self.record
