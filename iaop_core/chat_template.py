@@ -65,7 +65,8 @@ class ChatTemplate:
         `tokenizer_config.json`. A file alone has none.
 
         Raises:
-            ChatTemplateError: there is none, it can't be read, or it is no valid template.
+            ChatTemplateError: there is none, it can't be read, it is no valid template, or the file
+                is another one, which has no place for `messages`.
         """
         path = Path(path).expanduser()
         config: dict[str, Any] = {}
@@ -91,7 +92,10 @@ class ChatTemplate:
             ) from error
         if not isinstance(template, str):
             raise ChatTemplateError(f"the folder {path} has no chat template")
-        return cls(template, {n: text for n, text in tokens.items() if isinstance(text, str)})
+        made = cls(template, {n: text for n, text in tokens.items() if isinstance(text, str)})
+        if not is_folder and not _uses_messages(template):
+            raise ChatTemplateError(f"{path} is no chat template: it has no place for the messages")
+        return made
 
     @property
     def bos_token(self) -> str:
@@ -226,6 +230,11 @@ def _environment() -> _Environment:
     environment.globals["dict"] = _MakeDict()
     environment.globals["namespace"] = _PlainNamespace
     return environment
+
+
+def _uses_messages(source: str) -> bool:
+    names = _environment().parse(source).find_all(nodes.Name)
+    return any(name.name == "messages" for name in names)
 
 
 def _to_json(

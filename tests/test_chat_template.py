@@ -80,7 +80,7 @@ def test_template_comes_from_a_file_or_from_a_tokenizers_folder(tmp_path: Path) 
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "named"}]
     config.write_text(json.dumps({**CONFIG, "chat_template": named}))
     assert ChatTemplate.from_path(tmp_path).render(CHAT) == "named"
-    own.write_text("{{ bos_token }}own{{ eos_token }}")
+    own.write_text("{{ bos_token }}own{{ messages[9] }}{{ eos_token }}")
     assert ChatTemplate.from_path(str(tmp_path)).render(CHAT) == "<s>own</s>"
     assert ChatTemplate.from_path(tmp_path).bos_token == "<s>"
     assert ChatTemplate.from_path(own).render(CHAT) == "own"
@@ -98,6 +98,10 @@ def test_template_that_cannot_be_read_is_an_error_with_its_place(tmp_path: Path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ChatTemplateError, match="malformed"):
         ChatTemplate.from_path(tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text("a text with {{ braces }}")
+    with pytest.raises(ChatTemplateError, match="no place for the messages"):
+        ChatTemplate.from_path(other)
 
 
 def test_malformed_template_is_an_error_when_made() -> None:

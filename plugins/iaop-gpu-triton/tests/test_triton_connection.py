@@ -238,6 +238,17 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
                 backend.load_model()
 
 
+def test_file_that_is_no_certificate_is_named(secured: Secured, tmp_path: Path) -> None:
+    file = tmp_path / "empty.pem"
+    file.write_text("no certificate")
+    for url in (secured.grpc_url, secured.http_url):
+        for setting in ("ca_file", "client_cert_file"):
+            settings = {**secured.tls, setting: str(file)}
+            with closing(GpuTritonBackend(url, "echo", **settings)) as backend:
+                with pytest.raises(ValuesError, match=f"{setting} holds no certificate"):
+                    backend.load_model()
+
+
 # -- size --------------------------------------------------------------------------------------
 
 
@@ -315,6 +326,16 @@ def test_each_time_limit_of_a_stream_is_typed_and_told(
         list(backend.stream(script(tokens=list("abcdefghij"), **delays)))
     assert time.monotonic() - started < 3
     assert caught.value.timeout_ms == limit_ms
+
+
+def test_greatest_settings_are_in_reach_of_both_protocols(make: Make) -> None:
+    most = 2**31 - 1
+    names = ("timeout_ms", "connect_timeout_ms", "first_token_timeout_ms", "token_timeout_ms")
+    settings = dict.fromkeys((*names, "total_timeout_ms", "max_message_bytes"), most)
+    backend = make("echo", **settings, keepalive_ms=32_767_000)
+    backend.load_model()
+    assert backend.infer("a b").text == "".join(c.delta for c in backend.stream("a b")) == "a b"
+    assert backend.health_check().healthy
 
 
 def test_limits_of_a_stream_do_not_bind_a_plain_answer(make: Make) -> None:

@@ -273,12 +273,14 @@ def test_sources_stand_in_the_user_turn_of_the_template(make: Make, tmp_path: Pa
 
 def test_template_that_refuses_the_chat_is_the_callers_error(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
-    file.write_text("{{ raise_exception('no system role') }}")
+    file.write_text("{% if messages %}{{ raise_exception('no system role') }}{% endif %}")
     with pytest.raises(InvalidRequestError, match="no system role"):
         loaded(make, "echo", chat_template=str(file)).infer(CHAT)
 
 
-@pytest.mark.parametrize("content", [None, "{% for %}"], ids=["missing", "malformed"])
+@pytest.mark.parametrize(
+    "content", [None, "{% for %}", "root:x:0:0"], ids=["missing", "malformed", "another-file"]
+)
 def test_template_that_cannot_be_used_is_a_load_error(
     make: Make, tmp_path: Path, content: str | None
 ) -> None:

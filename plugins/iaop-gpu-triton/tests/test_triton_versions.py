@@ -119,9 +119,9 @@ class TritonPythonModel(Base):
 """
 
 
-def test_configuration_that_the_server_refuses_is_a_load_error(url: str) -> None:
+def test_configuration_that_the_server_refuses_is_a_load_error_that_points_to_it(url: str) -> None:
     with closing(connect(url, "echo-plain", load_config={"max_batch_size": "many"})) as backend:
-        with pytest.raises(ModelLoadError, match="echo-plain"):
+        with pytest.raises(ModelLoadError, match=r"echo-plain.*load_config takes the place"):
             backend.load_model()
 
 
