@@ -145,6 +145,31 @@ def test_forked_child_has_a_loop_of_its_own(run_python: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+CONNECTED_FORK = """
+import asyncio, os, socket
+from iaop_core import bridge
+here, there = socket.socketpair()
+async def connect():
+    return await asyncio.open_connection(sock=here)
+async def read():
+    return await reader.readexactly(2)
+reader, writer = bridge.run(connect(), 10)
+child = os.fork()
+if child == 0:
+    writer.transport.abort()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+there.sendall(b"hi")
+assert bridge.run(read(), 10) == b"hi"
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+def test_connection_that_a_forked_child_lets_go_of_stays_with_its_parent(run_python: Run) -> None:
+    done = run_python("-c", CONNECTED_FORK)
+    assert done.returncode == 0, done.stderr
+
+
 def test_end_of_the_process_leaves_no_warning_and_waits_for_no_hung_engine(
     run_python: Run,
 ) -> None:
