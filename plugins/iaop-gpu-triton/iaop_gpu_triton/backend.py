@@ -25,7 +25,7 @@ from iaop_core.chat_template import ChatTemplate, ChatTemplateError
 from iaop_core.errors import BackendUnavailableError, ModelLoadError, ValuesError
 from iaop_core.messages import Params, Prompt, as_messages, with_context
 from iaop_gpu_triton.address import ServerAddress
-from iaop_gpu_triton.call import Call, Question
+from iaop_gpu_triton.call import Call, Question, time_limits
 from iaop_gpu_triton.credentials import Credentials
 from iaop_gpu_triton.progress import Progress
 from iaop_gpu_triton.prompt import PromptLayout
@@ -93,6 +93,8 @@ class GpuTritonBackend(InferenceBackend):
         self._kernel = self._offline_kernel()
         self._process_id = 0
         self._made_replicas: Replicas | None = None
+        self._plain_limits = time_limits(self._settings, streamed=False)
+        self._stream_limits = time_limits(self._settings, streamed=True)
         self._layout = PromptLayout(None, send_bos=True)
         self._progress = Progress()
         self._model = ""
@@ -323,4 +325,10 @@ class GpuTritonBackend(InferenceBackend):
         return Question(text, wanted, max_tokens, streamed)
 
     def _call(self, question: Question) -> Call:
-        return Call(question, self._replicas(), self._progress, self._settings)
+        return Call(
+            question,
+            self._replicas(),
+            self._progress,
+            self._stream_limits if question.streamed else self._plain_limits,
+            strips_prompt=self._settings.strip_prompt,
+        )

@@ -37,13 +37,15 @@ class Call:
         question: Question,
         replicas: Replicas,
         progress: Progress,
-        settings: GpuTritonSettings,
+        limits: TimeLimits,
+        *,
+        strips_prompt: bool,
     ) -> None:
         self._question = question
         self._replicas = replicas
         self._progress = progress
-        self._settings = settings
-        self._limits = time_limits(settings, streamed=question.streamed)
+        self._limits = limits
+        self._strips_prompt = strips_prompt
         self._started = time.perf_counter()
         self._replica: Replica | None = None
         self._stream: ResponseStream | None = None
@@ -96,7 +98,7 @@ class Call:
                 raise
             self._first = await self._first_response(replica)
         question, contract = self._question, self._contract
-        strips = contract.repeats_prompt and self._settings.strip_prompt
+        strips = contract.repeats_prompt and self._strips_prompt
         text = AnswerText(
             prompt=question.prompt if strips else "",
             stops=question.params.stop if contract.keeps_stop else (),

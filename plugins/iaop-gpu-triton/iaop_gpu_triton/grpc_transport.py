@@ -7,6 +7,7 @@ server's statement that an answer is whole; without it a stream that was cut loo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import struct
 import uuid
@@ -86,6 +87,8 @@ class GrpcTransport:
         self._readers: set[asyncio.Task[None]] = set()
         self._replaced: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
         self._skeletons: dict[Any, Any] = {}
+        self._id_prefix = f"{uuid.uuid4().hex}-"  # a server may have several clients
+        self._numbers = itertools.count()
         self._closed = False
         _check_process()
         if address.tls:
@@ -262,7 +265,7 @@ class GrpcTransport:
             self._skeletons[key] = skeleton
         request = service_pb2.ModelInferRequest()
         request.CopyFrom(skeleton)
-        request.id = uuid.uuid4().hex
+        request.id = f"{self._id_prefix}{next(self._numbers)}"
         request.raw_input_contents.extend(map(_packed, tensors))
         return request
 
@@ -430,6 +433,8 @@ def _packed(tensor: Tensor) -> bytes:
     if tensor.spec.datatype == "BYTES":
         texts = [value for value in tensor.values if isinstance(value, bytes)]
         return b"".join(_LENGTH.pack(len(text)) + text for text in texts)
+    if tensor.spec.datatype == "BOOL":
+        return bytes(map(bool, tensor.values))
     pack = _STRUCTS[tensor.spec.datatype].pack
     return b"".join(map(pack, tensor.values))
 
@@ -455,7 +460,12 @@ def _response(response: Any) -> Response:
 
 def _unpacked(datatype: str, data: bytes) -> tuple[Value, ...]:
     if datatype != "BYTES":
-        return tuple(value for (value,) in _STRUCTS[datatype].iter_unpack(data))
+        form = _STRUCTS[datatype]
+        if len(data) == form.size:  # as a rule
+            return form.unpack(data)
+        return tuple(value for (value,) in form.iter_unpack(data))
+    if len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4:  # one text, as a rule
+        return (data[4:],)
     texts: list[Value] = []
     at = 0
     while at < len(data):
