@@ -195,10 +195,12 @@ from iaop_core.errors import BackendUnavailableError
 from iaop_gpu_triton import GpuTritonBackend
 
 url = sys.argv[1]
+is_http = url.startswith("http")
 backend = GpuTritonBackend(url, "echo", timeout_ms=3000)
 backend.load_model()
-stream = iter(backend.stream("one two three"))
-next(stream)
+if is_http:  # gRPC itself may crash in a fork while a call is under way
+    stream = iter(backend.stream("one two three"))
+    assert next(stream).delta == "one "
 for number in range(3):
     if not (child := os.fork()):
         asks = (backend.load_model, lambda: backend.infer("x"), lambda: next(backend.stream("x")))
@@ -213,15 +215,17 @@ for number in range(3):
         assert not health.healthy and "forked" in health.detail, health
         backend.close()
         with GpuTritonBackend(url, "echo", timeout_ms=3000) as other:
-            if url.startswith("http"):
+            if is_http:
                 other.load_model()
                 assert other.infer("child").text == "child"
             else:
                 assert "forked" in other.health_check().detail
-        sys.exit(0)
+        sys.exit() if is_http else os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert backend.infer("parent").text == "parent"
-print("".join(chunk.delta for chunk in stream))
+if is_http:
+    assert "".join(chunk.delta for chunk in stream) == "two three"
+print("well")
 """
 
 
@@ -230,7 +234,7 @@ def test_forked_process_refuses_and_harms_nothing_of_its_parent(url: str) -> Non
     done = subprocess.run(
         [sys.executable, "-c", FORK, url], capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.returncode) == ("two three\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("well\n", 0), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
